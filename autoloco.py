@@ -33,6 +33,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the accepted interval's
@@ -45,6 +46,8 @@ REFERENCE_INTERVALS, VARIABILITY_INTERVALS = 2, 3  # A.1
 TOKEN_RETENTION = 0.9  # A.3: beta; A3: it weighs the old value
 MAX_STEP_SCALE = 1.5  # A14: kappa_max
 RATIO_EPS = 1e-12  # A22: the epsilon of B.3
+
+CONSTANTS = {name: value for name, value in globals().items() if name.isupper()}
 
 VERDICTS = ("supports", "consistent", "moderate", "severe", "nonfinite")
 
@@ -118,9 +121,19 @@ class Rules:
             )
 
     @property
+    def corrected(self) -> bool:
+        """Whether any part of the outer correction is on."""
+        return self.normalise or self.adjust_momentum or self.scale_step
+
+    @property
     def warmup_intervals(self) -> int:
         """Intervals that the inner-rate warm-up spans: ceil(w / H_base), A.1."""
         return -(-self.warmup // self.base_horizon)
+
+    @cached_property
+    def rates(self) -> list[float]:
+        """The inner learning rate of every step, computed once; see `inner_lr`."""
+        return [inner_lr(self, step) for step in range(self.steps)]
 
 
 # ---------------------------------------------------------------- inner learning rate, exposure
@@ -162,9 +175,7 @@ def exposure(rules: Rules, start: int, count: int) -> float:
     Returns:
         Lambda, >= 0.
     """
-    return math.fsum(
-        inner_lr(rules, step) for step in range(start, min(start + count, rules.steps))
-    )
+    return math.fsum(rules.rates[start : start + count])
 
 
 # ---------------------------------------------------------------- token mapper (A.3)
@@ -255,7 +266,7 @@ def interval_ratio(selected: float, base: float) -> float:
 
     Args:
         selected: Lambda(s_t, H_t), >= 0.
-        base: Lambda(s_t, H_base_t), >= 0.
+        base: Lambda(s_t, H_base_t), > 0 wherever a step is left.
     Returns:
         rho_t, >= 1.
     """
@@ -358,7 +369,7 @@ class Profile:
 
             Lambda_ref <- Lambda;  D_ref <- D_ref (Lambda / Lambda_ref)^2               A.1, A8
 
-        so that a pure learning-rate decay leaves r_D where it was.
+        so that a pure learning-rate decay leaves r_D where it was: the two moves cancel in it.
         """
         return Profile(self.drift * (exposure / self.exposure) ** 2, self.coherence, exposure)
 
@@ -377,8 +388,8 @@ class Controller:
         profile: the accepted reference; None until it is estimated.
         drift_history: residuals r_D of up to 16 normal intervals.
         coherence_history: the same for r_C.
-        moderates: moderate verdicts in a row.
-        nonfinites: non-finite intervals in a row that reduced the horizon.
+        moderate: whether the interval before was a first moderate one.
+        nonfinite: whether the interval before reduced the horizon as non-finite.
         bound: rejected horizon and the exposure measured when it was rejected; None if there is
             none.
     """
@@ -392,8 +403,8 @@ class Controller:
     profile: Profile | None = None
     drift_history: tuple[float, ...] = ()
     coherence_history: tuple[float, ...] = ()
-    moderates: int = 0
-    nonfinites: int = 0
+    moderate: bool = False
+    nonfinite: bool = False
     bound: tuple[int, float] | None = None
 
 
@@ -441,9 +452,10 @@ def residuals(profile: Profile, observation: Observation) -> tuple[float, float]
     Returns:
         (r_D, r_C).
     """
-    work = math.log(observation.exposure / profile.exposure)
-    r_drift = math.log(observation.drift / profile.drift) - 2.0 * work
-    return r_drift, math.log(profile.coherence / observation.coherence)
+    # Differences of logarithms: a quotient could overflow where each statistic is finite.
+    work = math.log(observation.exposure) - math.log(profile.exposure)
+    r_drift = math.log(observation.drift) - math.log(profile.drift) - 2.0 * work
+    return r_drift, math.log(profile.coherence) - math.log(observation.coherence)
 
 
 def robust_z(residual: float, history: tuple[float, ...]) -> float:
@@ -533,7 +545,7 @@ def propose(
         if accepted_steps < steps <= steps_left and previewed <= cap:
             admissible.append(horizon)
     if not admissible:
-        return state, f"{words}no longer horizon within the cap, stay at {state.accepted}"
+        return state, f"{words}no longer horizon is admissible, stay at {state.accepted}"
     if state.bound is None:
         chosen = admissible[-1]
     else:
@@ -543,21 +555,21 @@ def propose(
     return replace(state, phase="candidate", horizon=chosen, seen=0), f"{words}try {chosen}"
 
 
-def _re_estimate(state: Controller, horizon: int, nonfinites: int = 0) -> Controller:
+def _re_estimate(state: Controller, horizon: int, nonfinite: bool = False) -> Controller:
     """Accept `horizon` and estimate its profile anew, with empty histories (A.3, A9)."""
     return Controller(
-        "reference", horizon, horizon, initial=False, nonfinites=nonfinites, bound=state.bound
+        "reference", horizon, horizon, initial=False, nonfinite=nonfinite, bound=state.bound
     )
 
 
 def _reduce_nonfinite(rules: Rules, state: Controller) -> tuple[Controller, str]:
     """Non-finite statistics: reduce by 1.50; a second time in a row, down to H_min (A.2, A13)."""
-    if state.nonfinites:
+    if state.nonfinite:
         horizon, words = rules.min_horizon, "non-finite again, fall back to"
     else:
         horizon = reduced_horizon(rules, state.accepted, severe=True)
         words = "non-finite, reduce by 1.50 to"
-    return _re_estimate(state, horizon, state.nonfinites + 1), f"{words} {horizon}"
+    return _re_estimate(state, horizon, nonfinite=True), f"{words} {horizon}"
 
 
 def _take_in(
@@ -570,18 +582,16 @@ def _take_in(
         profile=state.profile.moved(observation.exposure),
         drift_history=(*state.drift_history, r_drift)[-HISTORY:],
         coherence_history=(*state.coherence_history, r_coherence)[-HISTORY:],
-        moderates=0,
-        nonfinites=0,
+        moderate=False,
     )
 
 
 def _estimate(observations: tuple[Observation, ...]) -> Profile:
     """Geometric means of the reference intervals (A.1), moved to the last one's exposure (A8)."""
-    power = 1.0 / len(observations)
     mean = Profile(
-        math.prod(o.drift for o in observations) ** power,
-        math.prod(o.coherence for o in observations) ** power,
-        math.prod(o.exposure for o in observations) ** power,
+        statistics.geometric_mean(o.drift for o in observations),
+        statistics.geometric_mean(o.coherence for o in observations),
+        statistics.geometric_mean(o.exposure for o in observations),
     )
     return mean.moved(observations[-1].exposure)
 
@@ -607,6 +617,7 @@ def decide(
     Returns:
         The state after, and the decision with its branch in words.
     """
+    assert verdict is None or verdict in VERDICTS, f"unknown verdict {verdict}"
     phase, finite = state.phase, observation.finite and verdict != "nonfinite"
     r_drift = r_coherence = z = None
     if finite and state.profile is not None:
@@ -670,9 +681,9 @@ def _after_reference(
     needed = REFERENCE_INTERVALS if state.initial else 1
     words = f"reference {len(pending)} of {needed}"
     if len(pending) < needed:
-        return replace(state, pending=pending, nonfinites=0), words
+        return replace(state, pending=pending), words
     profile = _estimate(pending)
-    return replace(state, phase="variability", profile=profile, pending=(), nonfinites=0), words
+    return replace(state, phase="variability", profile=profile, pending=(), nonfinite=False), words
 
 
 def _after_monitor(
@@ -691,11 +702,11 @@ def _after_monitor(
     if verdict == "severe":
         horizon = reduced_horizon(rules, state.accepted, severe=True)
         return _re_estimate(state, horizon), f"severe deviation, reduce by 1.50 to {horizon}"
-    if verdict == "moderate" and state.moderates:  # A12: two in a row
+    if verdict == "moderate" and state.moderate:  # A12: two in a row
         horizon = reduced_horizon(rules, state.accepted, severe=False)
         return _re_estimate(state, horizon), f"second moderate, reduce by 1.20 to {horizon}"
     if verdict == "moderate":
-        return replace(state, moderates=1, nonfinites=0), f"first moderate, hold {state.accepted}"
+        return replace(state, moderate=True), f"first moderate, hold {state.accepted}"
     assert r_drift is not None and r_coherence is not None
     state = _take_in(state, observation, r_drift, r_coherence)
     state, words = propose(rules, state, observation.exposure, preview, steps_left)
@@ -811,6 +822,8 @@ def plan(rules: Rules, state: State) -> Plan:
     if rules.sequence is not None:
         steps = rules.sequence[state.interval]
         horizon, accepted, base_steps = steps, steps, rules.base_horizon
+        if rules.corrected:  # the comparator is the base token interval
+            base_steps = map_horizon(rules, state.mapper, rules.base_horizon)
     else:
         horizon, accepted = state.controller.horizon, state.controller.accepted
         steps = min(map_horizon(rules, state.mapper, horizon), left)
@@ -906,9 +919,12 @@ def rules_from_dict(values: Mapping[str, Any]) -> Rules:
     """
     known = {field.name for field in fields(Rules)}
     if set(values) != known:
-        raise ValueError(f"the header's rules need exactly {', '.join(sorted(known))}")
-    sequence = values["sequence"]
-    return Rules(**{**values, "sequence": None if sequence is None else tuple(sequence)})
+        raise ValueError(f"rules: exactly {', '.join(sorted(known))} are needed")
+    try:
+        sequence = None if values["sequence"] is None else tuple(values["sequence"])
+        return Rules(**{**values, "sequence": sequence})
+    except TypeError as error:
+        raise ValueError(f"rules: a value of the wrong type ({error})") from None
 
 
 def record(
@@ -935,28 +951,51 @@ def record(
     return columns | asdict(decision)
 
 
-def replay(header: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> int:
+def header(rules: Rules, **about: Any) -> dict[str, Any]:
+    """First line of `intervals.jsonl`: all that a replay needs.
+
+    Args:
+        rules: the run's constants.
+        **about: recipe, method and what else identifies the run.
+    Returns:
+        A JSON-ready dictionary; with the controller's own constants, so that a log that was written
+        under other thresholds is not called wrong.
+    """
+    return about | {"rules": asdict(rules), "constants": CONSTANTS}
+
+
+def _same(logged: Any, expected: Any) -> bool:
+    """Equal; floats within 1e-12, since libraries differ in the last digit of cos, log and pow."""
+    if isinstance(expected, float) and isinstance(logged, int | float):
+        return math.isclose(logged, expected, rel_tol=1e-12, abs_tol=1e-12)
+    return bool(logged == expected)
+
+
+def replay(rules: Rules, records: Iterable[Mapping[str, Any]]) -> State:
     """Take every decision of a recorded run again, from the logged measurements alone.
 
     Args:
-        header: first line of `intervals.jsonl`.
+        rules: from the first line of `intervals.jsonl`.
         records: the following lines.
     Returns:
-        How many intervals were replayed.
+        The state after the last record.
     Raises:
         ValueError: at the first line whose plan or decision differs, saying how; or a damaged line.
     """
-    rules = rules_from_dict(header["rules"])
     state, count = start(rules), 0
     for logged in records:
         where = f"line {count + 2}"
         if state.step >= rules.steps:
             raise ValueError(f"{where}: the run was over at step {rules.steps}")
         try:
-            numbers = (logged["drift"], logged["coherence"], logged["exposure"])
-            measured = [math.nan if value is None else float(value) for value in numbers]
-            observation = Observation(*measured, tokens=int(logged["tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
+            drift, coherence, work = (
+                math.nan if logged[name] is None else float(logged[name])
+                for name in ("drift", "coherence", "exposure")
+            )
+            observation = Observation(drift, coherence, work, int(logged["tokens"]))
+            if observation.tokens < 1:
+                raise ValueError("no tokens")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: damaged measurement ({error})") from None
         planned = plan(rules, state)
         state, decision = complete(rules, state, planned, observation)
@@ -964,22 +1003,22 @@ def replay(header: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> i
         if expected["exposure"] is not None:
             expected["exposure"] = exposure(rules, planned.step, planned.steps)
         for name, value in expected.items():
-            if name not in logged or logged[name] != value:
+            if name not in logged or not _same(logged[name], value):
                 raise ValueError(
                     f"{where}: interval {planned.interval}: {name} is {logged.get(name)!r} "
                     f"in the log, the rule gives {value!r}"
                 )
         count += 1
-    return count
+    return state
 
 
-def read_log(path: str) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
     """Read a JSON-lines log with a header.
 
     Args:
         path: an `intervals.jsonl`.
     Returns:
-        The header, the records, and a warning if a torn last line was dropped.
+        The run's rules, the records, and a warning if a torn last line was dropped.
     Raises:
         ValueError: no file, or a damaged line; the message names the file and the line.
     """
@@ -1000,8 +1039,15 @@ def read_log(path: str) -> tuple[dict[str, Any], list[dict[str, Any]], str | Non
             raise ValueError(f"{path}: line {number} is not a JSON object")
         values.append(value)
     if not values or not isinstance(values[0].get("rules"), dict):
-        raise ValueError(f"{path}: no header line with the run's rules")
-    return values[0], values[1:], warning
+        raise ValueError(f"{path}: line 1 is no header with the run's rules")
+    for name, value in CONSTANTS.items():
+        if values[0].get("constants", {}).get(name) != value:
+            raise ValueError(f"{path}: line 1: written with another {name} than {value}")
+    try:
+        rules = rules_from_dict(values[0]["rules"])
+    except ValueError as error:
+        raise ValueError(f"{path}: line 1: {error}") from None
+    return rules, values[1:], warning
 
 
 def main(argv: list[str]) -> int:
@@ -1010,18 +1056,21 @@ def main(argv: list[str]) -> int:
         print("usage: python autoloco.py replay RUN/intervals.jsonl", file=sys.stderr)
         return 2
     try:
-        header, records, warning = read_log(argv[1])
+        rules, records, warning = read_log(argv[1])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if warning:
         print(warning, file=sys.stderr)
     try:
-        count = replay(header, records)
+        state = replay(rules, records)
     except ValueError as error:
         print(f"{argv[1]}: {error}", file=sys.stderr)
         return 1
-    print(f"{count} intervals replayed, every decision is the rule's")
+    print(
+        f"{state.interval} intervals replayed up to step {state.step} of {rules.steps}, "
+        "every decision is the rule's"
+    )
     return 0
 
 

@@ -65,11 +65,10 @@ def chunks(numels: Sequence[int], slab: int = SLAB) -> list[Chunk]:
     Returns:
         Chunks ordered by tensor, then by start; together they cover every element once.
 
-    >>> chunks([1, 0, 70000])  # doctest: +NORMALIZE_WHITESPACE
+    >>> chunks([1, 0, 9000])  # doctest: +NORMALIZE_WHITESPACE
     [Chunk(tensor=0, start=0, stop=1, block=1),
-     Chunk(tensor=2, start=0, stop=65536, block=4096),
-     Chunk(tensor=2, start=65536, stop=69632, block=4096),
-     Chunk(tensor=2, start=69632, stop=70000, block=368)]
+     Chunk(tensor=2, start=0, stop=8192, block=4096),
+     Chunk(tensor=2, start=8192, stop=9000, block=808)]
     """
     assert slab > 0 and slab % BLOCK == 0, f"slab {slab} is not a multiple of {BLOCK}"
     cut = []
@@ -188,7 +187,7 @@ class Int8(Codec):
         |x - x'| <= scale (1/2 + 2**-16)
 
     1/2 from rounding to integers, the rest from fp32's rounding of x / scale (2**-18) and of
-    q * scale (2**-17). On Gaussian data the relative L2 error is about 0.84 %. Specials:
+    q * scale (2**-17). On Gaussian data the relative L2 error is 0.87 %, 1.23 % after the mean. Specials:
 
     - Zeros: scale 0, decodes to +0. An element that is zero stays zero in any block.
     - Constants: every element is +-absmax, q is +-127, the error is rounding only: 2**-22 |x|
@@ -220,7 +219,7 @@ class Int8(Codec):
         rows = source.view(-1, block)
         # The largest and the negated smallest element are the candidates for absmax. Two reductions
         # straight from the source beat abs() and one, which writes a copy of it; torch.aminmax and
-        # vector_norm(inf) would be one pass, and are several times slower than both.
+        # vector_norm(inf) would be one pass, and are not vectorised: over ten times slower.
         torch.amax(rows, 1, keepdim=True, out=work.high)
         torch.amin(rows, 1, keepdim=True, out=work.low)
         torch.addcdiv(work.guard, work.extremes, work.divisors, out=work.extremes)

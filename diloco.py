@@ -1,0 +1,992 @@
+"""DiLoCo: K local-update workers, their pseudo-gradients, the synchronisation and the baselines'
+schedules.
+
+The only file with collectives. K workers live on any number of ranks that divides K: a rank hosts
+K/ranks replicas and steps them in turn on one module, whose parameters and AdamW state are
+switched. Or one worker is sharded over several ranks with FSDP2. Every worker's pseudo-gradient
+takes the same path through the codec and is summed in worker order, so the result does not depend
+on the layout, bit for bit (SPEC section 7).
+
+    paper       code        meaning
+    K, k        workers     local-update workers; one of them
+    theta       shared      parameters at the interval's start, the same on all workers
+    theta_k     local       parameters of worker k
+    Delta_k     delta       pseudo-gradient theta - theta_k: uphill, the outer step subtracts it
+    m           momentum    outer momentum buffer
+    g           mean        decoded mean pseudo-gradient
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoloco
+from data import IGNORE, Batch
+from quant import SLAB, Chunk, Codec, chunks
+
+# ---------------------------------------------------------------- fixed schedules (E.2)
+
+
+def fixed_schedule(steps: int, horizon: int) -> tuple[int, ...]:
+    """DiLoCo's intervals: `horizon` steps each, the last one what is left (E.2).
+
+    >>> fixed_schedule(22, 5)
+    (5, 5, 5, 5, 2)
+    """
+    left = steps % horizon
+    return (horizon,) * (steps // horizon) + ((left,) if left else ())
+
+
+def linear_schedule(steps: int, base_horizon: int) -> tuple[int, ...]:
+    """Linear-Interval: H grows linearly over steps/H_base synchronisations (E.2; 10 -> 990 over 100
+    for C4).
+
+    From H_base/50, at least 1, to 2 H_base less that. The ends of the intervals are rounded, not
+    their lengths, so the sum is exactly `steps`.
+
+    >>> schedule = linear_schedule(50_000, 500)
+    >>> len(schedule), sum(schedule), schedule[0], schedule[-1]
+    (100, 50000, 10, 990)
+    """
+    count = max(1, math.ceil(steps / base_horizon))
+    first = max(1.0, base_horizon / 50)
+    slope = (2 * base_horizon - 2 * first) / max(1, count - 1)
+    ends = list(accumulate(first + slope * i for i in range(count)))
+    cuts = sorted({round(steps * end / ends[-1]) for end in ends} - {0})
+    return tuple(b - a for a, b in zip([0, *cuts], cuts, strict=False))
+
+
+def qsr_horizon(alpha: float, lr: float, base_horizon: int, left: int) -> int:
+    """Quadratic Synchronisation Rule (E.2, A23).
+
+        H = max(H_base, floor((alpha / eta)^2)), at most the steps left
+
+    Args:
+        alpha: growth coefficient, in units of the learning rate.
+        lr: eta at the interval's start, >= 0.
+        base_horizon: H_base, steps.
+        left: steps left in the run, >= 1.
+    Returns:
+        H, steps.
+
+    >>> qsr_horizon(0.3, 0.1, 4, 100)  # (0.3/0.1)**2 is 8.999999999999998 in floats
+    9
+    >>> qsr_horizon(0.3, 0.0, 4, 100)
+    100
+    """
+    # Clamped before the conversion: eta may be 0, and a product overflows to inf where ** raises.
+    square = (alpha / lr) * (alpha / lr) if lr > 0 else math.inf
+    return (
+        left if square >= left else min(left, max(base_horizon, math.floor(square * (1 + 1e-12))))
+    )
+
+
+def qsr_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
+    """QSR's intervals over a whole run: H_base during the warm-up, then alpha = sqrt(H_base)
+    eta_max (E.2, A23).
+    """
+    intervals: list[int] = []
+    alpha, step = math.sqrt(rules.base_horizon) * rules.lr, 0
+    while step < rules.steps:
+        left = rules.steps - step
+        if step < rules.warmup:
+            intervals.append(min(left, rules.base_horizon))
+        else:
+            lr = autoloco.inner_lr(rules, step)
+            intervals.append(qsr_horizon(alpha, lr, rules.base_horizon, left))
+        step += intervals[-1]
+    return tuple(intervals)
+
+
+def run_lengths(intervals: Iterable[int]) -> list[list[int]]:
+    """Executed intervals as [count, steps] pairs.
+
+    >>> run_lengths([500, 500, 250])
+    [[2, 500], [1, 250]]
+    """
+    return [[len(list(group)), steps] for steps, group in groupby(intervals)]
+
+
+def format_runs(runs: Iterable[Sequence[int]]) -> str:
+    """[count, steps] pairs in the paper's notation (F.2).
+
+    >>> format_runs([[2, 500], [1, 250]])
+    '2x500 250'
+    """
+    return " ".join(f"{n}x{steps}" if n > 1 else str(steps) for n, steps in runs)
+
+
+def parse_intervals(text: str) -> tuple[int, ...]:
+    """Inverse of `format_runs`; commas separate as well.
+
+    Raises:
+        ValueError: naming --horizons and the part that is not `STEPS` or `COUNTxSTEPS`.
+
+    >>> parse_intervals("2x500,250")
+    (500, 500, 250)
+    """
+    intervals: list[int] = []
+    for part in text.replace(",", " ").split():
+        count, _, steps = part.rpartition("x")
+        if not steps.isdecimal() or not (count or "1").isdecimal() or int(steps) < 1:
+            raise ValueError(f"--horizons {part}: give STEPS or COUNTxSTEPS, such as 8x500,250")
+        intervals += [int(steps)] * int(count or "1")
+    return tuple(intervals)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+class LostPeer(RuntimeError):
+    """Another rank is gone or did not arrive in time; the message names it."""
+
+
+class Stop(Exception):
+    """SIGTERM or SIGINT came to some rank: finish the step, save, leave with 0."""
+
+
+@dataclass
+class Ranks:
+    """Where this process stands: rank = (worker group) * ranks_per_worker + shard.
+
+    Args:
+        rank: global rank.
+        world: number of ranks.
+        workers: K.
+        ranks_per_worker: S; above 1 each rank hosts a shard of one worker.
+        device: of parameters and computation.
+        timeout: how long a synchronisation waits for the slowest rank.
+        store: key-value store of the launch; None in a single process.
+        control: gloo group for scalars; None in a single process.
+        wire_device: where encoded bytes travel from: the CPU under gloo.
+    """
+
+    rank: int
+    world: int
+    workers: int
+    ranks_per_worker: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: timedelta = timedelta(minutes=30)
+    store: Any = None
+    control: Any = None
+    wire_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mesh: Any = None
+    bytes_sent: int = 0
+    met: list[str] = field(default_factory=list)
+
+    @property
+    def groups(self) -> int:
+        """Ranks that exchange pseudo-gradients with each other: world / S."""
+        return self.world // self.ranks_per_worker
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its worker this rank holds."""
+        return self.rank % self.ranks_per_worker
+
+    @property
+    def hosted(self) -> range:
+        """The workers of this rank, in worker order."""
+        per_rank = self.workers // self.groups
+        first = self.rank // self.ranks_per_worker * per_rank
+        return range(first, first + per_rank)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Every rank's vector, in rank order: the only scalars that travel.
+
+        Args:
+            values: (n,), float64 or int64, on the CPU; n is the same on all ranks.
+        Returns:
+            (world, n).
+        """
+        rows = values.repeat(self.world, 1)
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        # ALL RANKS: same length here, or this hangs.
+        self.exchange(
+            {rank: values.contiguous() for rank in others}, {rank: rows[rank] for rank in others}
+        )
+        return rows
+
+    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        """One message to and from each of some other ranks, all at once.
+
+        Args:
+            sends: rank -> contiguous tensor.
+            receives: rank -> contiguous tensor, written.
+        Raises:
+            LostPeer: naming the rank that is gone.
+        """
+        operations, peers = [], []
+        for peer, message in sends.items():
+            if message.numel():
+                operations.append(dist.P2POp(dist.isend, message, peer))
+                peers.append(peer)
+                self.bytes_sent += message.numel() * message.element_size()
+        for peer, target in receives.items():
+            if target.numel():
+                operations.append(dist.P2POp(dist.irecv, target, peer))
+                peers.append(peer)
+        finished = 0
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+            for work in works:  # nccl gives one for all of them
+                work.wait()
+                finished += 1
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise LostPeer(
+                f"lost rank {peers[finished]} in an exchange, or it took longer than "
+                f"--timeout-minutes ({reason})"
+            ) from None
+
+    def share(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.store is None:
+            return text
+        if self.rank == 0:
+            self.store.set("shared text", text)
+        return self.store.get("shared text").decode()
+
+    def meet(self, key: str, stopping: Callable[[], bool], *, arrive: bool) -> None:
+        """Go on together, or stop together: every rank follows whoever settles `key` first.
+
+        The last rank to arrive settles it with "go", one that was asked to stop with "stop", so no
+        rank enters a collective that another one will not join. Nothing travels while the workers
+        train apart.
+
+        Args:
+            key: names the meeting, the same on all ranks.
+            stopping: whether this rank was asked to stop.
+            arrive: False on the way there: then only an own signal counts, and settles it.
+        Raises:
+            Stop: all ranks stop here.
+            LostPeer: naming the ranks that did not arrive within the timeout.
+        """
+        settled = f"{key}/settled"
+        if self.store is None or not arrive:
+            if stopping():
+                if self.store is not None:
+                    self.store.compare_set(settled, "", "stop")
+                raise Stop
+            return
+        arrived = self.store.add(f"{key}/arrived", 1)
+        self.store.set(f"{key}/{self.rank}", "")
+        if arrived == self.world:
+            self.store.compare_set(settled, "", "go")
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not self.store.check([settled]):
+            try:
+                self.store.wait([settled], timedelta(seconds=1))
+            except dist.DistStoreError:
+                if stopping():
+                    self.store.compare_set(settled, "", "stop")
+                elif time.monotonic() > deadline:
+                    absent = [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
+                    names = ", ".join(map(str, absent))
+                    raise LostPeer(
+                        f"rank {names} did not arrive within --timeout-minutes"
+                    ) from None
+        if self.store.get(settled) == b"stop":
+            raise Stop
+        if self.rank == 0:  # everyone is here, so everyone has read the meeting before
+            for old in self.met:
+                self.store.delete_key(old)
+        self.met = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in range(self.world))]
+
+
+def launched_ranks() -> tuple[int, int, int, int]:
+    """Rank, world, local rank and local world of torchrun; 0, 1, 0, 1 under plain python."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world, local, local_world = (
+        int(os.environ.get(name, default)) for name, default in zip(names, "0101", strict=True)
+    )
+    return rank, world, local, local_world
+
+
+def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tuple[Ranks, str]:
+    """Join the other ranks of the launch, choose device and backend.
+
+    gloo on CPUs, nccl on GPUs; more ranks than GPUs share them and fall to gloo, staged through the
+    CPU.
+
+    Args:
+        workers: K, a multiple of world / ranks_per_worker (checked by the caller before anything
+            exists).
+        ranks_per_worker: S.
+        timeout_minutes: wait for the slowest rank at a synchronisation.
+    Returns:
+        The ranks, and what was chosen, in words.
+    """
+    rank, world, local, local_world = launched_ranks()
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // local_world)
+        torch.set_num_threads(threads)
+    timeout = timedelta(minutes=timeout_minutes)
+    ranks = Ranks(rank, world, workers, ranks_per_worker, device, timeout)
+    words = f"{device.type}, {threads} thread{'s' if threads > 1 else ''} a rank"
+    if world == 1:
+        return ranks, words
+    nccl = bool(gpus) and local_world <= gpus
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # A restarted launch keeps its store: a prefix keeps its keys apart from those of the attempt
+    # that died.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    ranks.store = dist.PrefixStore(f"autoloco-{attempt}", store)
+    dist.init_process_group(
+        backend, store=ranks.store, rank=rank, world_size=world, timeout=timeout
+    )
+    ranks.control = dist.new_group(backend="gloo", timeout=timeout)
+    ranks.wire_device = device if nccl else torch.device("cpu")
+    if ranks_per_worker > 1:
+        shape = (world // ranks_per_worker, ranks_per_worker)
+        ranks.mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("worker", "shard"))
+    return ranks, f"{words}, {world} ranks over {'nccl' if nccl else 'gloo'}"
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the wire (G)
+
+
+class Wire:
+    """The mean of one tensor list per worker, every part through the codec.
+
+    All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, all-gather
+    (SPEC section 7). Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to
+    3 times slower.
+
+    Args:
+        ranks: the launch.
+        codec: fp32, bf16 or int8.
+        numels: elements of each tensor on this rank.
+    """
+
+    def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
+        self.ranks, self.codec = ranks, codec
+        # A GPU wants few large chunks, a CPU those that stay in its cache.
+        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else 256 * SLAB)
+        sizes = [codec.nbytes(chunk) for chunk in self.chunks]
+        self.payload_bytes = sum(sizes)
+        # Whole chunks, hence whole blocks, are handed out: contiguous parts of about equal bytes.
+        ends = list(accumulate(sizes))
+        part = [
+            min(ranks.groups - 1, (end - size) * ranks.groups // max(1, ends[-1]))
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+        self.parts: list[list[int]] = [
+            [i for i, owner in enumerate(part) if owner == group] for group in range(ranks.groups)
+        ]
+        self.offsets = [0, *ends]
+        largest = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+        self._total, self._part = torch.empty(2, largest, device=ranks.device)
+        self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=ranks.device)
+        self._buffers: dict[str, Tensor] = {}
+
+    def mean(
+        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Average over workers, chunk by chunk, as every worker decodes it.
+
+        mean = decode(encode(1/K' sum_k decode(encode(Delta_k)))), k in worker order over the K'
+        included workers.
+
+        Args:
+            hosted: for each worker of this rank its 1-D fp32 tensors; overwritten where that saves
+                a copy.
+            include: (K,), which workers count; the same on all ranks, at least one.
+        Yields:
+            Every chunk in order, with the decoded mean: (chunk.stop - chunk.start,) fp32, valid
+            until the next one.
+        """
+        if self.ranks.groups == 1:
+            for index, chunk in enumerate(self.chunks):
+                parts = (
+                    self._recode(index, _cut(tensors, chunk))
+                    for tensors, counts in zip(hosted, include, strict=True)
+                    if counts
+                )
+                yield chunk, self._recode(index, self._average(parts, sum(include)))
+            return
+        received = self._all_to_all(hosted)
+        means = self._buffer("mean", self.offsets[-1])
+        mine = self.parts[self.ranks.rank // self.ranks.ranks_per_worker]
+        for index in mine:
+            parts = (
+                part for worker, part in self._parts(index, hosted, received) if include[worker]
+            )
+            total = self._average(parts, sum(include))
+            self.codec.encode(total, self.chunks[index].block, self._slot(means, index))
+        self._all_gather(means)
+        for index, chunk in enumerate(self.chunks):
+            out = self._total[: chunk.stop - chunk.start]
+            yield chunk, self.codec.decode(self._slot(means, index), chunk.block, out)
+
+    def _average(self, parts: Iterable[Tensor], count: int) -> Tensor:
+        """Sum in worker order, then divide: the order does not depend on the layout."""
+        total = None
+        for part in parts:
+            if total is None:
+                total = self._total[: part.numel()].copy_(part) if count > 1 else part
+            else:
+                total.add_(part)
+        assert total is not None, "at least one worker is included"
+        return total.div_(count) if count > 1 else total
+
+    def _recode(self, index: int, source: Tensor) -> Tensor:
+        """decode(encode(source)), what the other side would see."""
+        if self.codec.name == "fp32":
+            return source
+        chunk = self.chunks[index]
+        encoded = self._bytes[: self.codec.nbytes(chunk)]
+        self.codec.encode(source, chunk.block, encoded)
+        return self.codec.decode(encoded, chunk.block, self._part[: source.numel()])
+
+    def _slot(self, buffer: Tensor, index: int, base: int = 0) -> Tensor:
+        start = self.offsets[index] - base
+        return buffer[start : start + self.codec.nbytes(self.chunks[index])]
+
+    def _buffer(self, name: str, size: int) -> Tensor:
+        """Allocated once for the run; nothing of the model's size is allocated per interval."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.ranks.device)
+        return self._buffers[name]
+
+    def _span(self, group: int) -> tuple[int, int]:
+        part = self.parts[group]
+        return (self.offsets[part[0]], self.offsets[part[-1] + 1]) if part else (0, 0)
+
+    def _all_to_all(self, hosted: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
+        """Send each hosted worker's encoding of each part to its owner; group -> bytes received."""
+        me = self.ranks.rank // self.ranks.ranks_per_worker
+        sends: dict[int, Tensor] = {}
+        receives: dict[int, Tensor] = {}
+        begin, end = self._span(me)
+        for group in range(self.ranks.groups):
+            if group == me:
+                continue
+            start, stop = self._span(group)
+            sends[group] = self._buffer(f"send {group}", (stop - start) * len(hosted))
+            for row, tensors in zip(sends[group].view(len(hosted), -1), hosted, strict=True):
+                for index in self.parts[group]:
+                    chunk = self.chunks[index]
+                    self.codec.encode(
+                        _cut(tensors, chunk), chunk.block, self._slot(row, index, start)
+                    )
+            receives[group] = self._buffer(f"receive {group}", (end - begin) * len(hosted))
+        self._exchange(sends, receives)
+        return receives
+
+    def _parts(
+        self, index: int, hosted: Sequence[Sequence[Tensor]], received: dict[int, Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Every worker's decoded contribution to one of the own chunks, in worker order."""
+        chunk = self.chunks[index]
+        me, per_rank = self.ranks.rank // self.ranks.ranks_per_worker, len(hosted)
+        begin, _ = self._span(me)
+        for worker in range(self.ranks.workers):
+            group, row = divmod(worker, per_rank)
+            if group == me:
+                yield worker, self._recode(index, _cut(hosted[row], chunk))
+            else:
+                encoded = self._slot(received[group].view(per_rank, -1)[row], index, begin)
+                out = self._part[: chunk.stop - chunk.start]
+                yield worker, self.codec.decode(encoded, chunk.block, out)
+
+    def _all_gather(self, means: Tensor) -> None:
+        """Send the own encoded part to everyone, receive the others' in place."""
+        me = self.ranks.rank // self.ranks.ranks_per_worker
+        others = [group for group in range(self.ranks.groups) if group != me]
+        own = means[slice(*self._span(me))]
+        receives = {group: means[slice(*self._span(group))] for group in others}
+        self._exchange({group: own for group in others}, receives)
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        """One message to and from each other group's rank of the same shard."""
+        staged = self.ranks.wire_device != self.ranks.device
+        peer = {g: g * self.ranks.ranks_per_worker + self.ranks.shard for g in sends}
+        if not staged:
+            self.ranks.exchange(
+                {peer[g]: message for g, message in sends.items()},
+                {peer[g]: target for g, target in receives.items()},
+            )
+            return
+        arrived = {g: torch.empty_like(target, device="cpu") for g, target in receives.items()}
+        self.ranks.exchange(
+            {peer[g]: message.cpu() for g, message in sends.items()},
+            {peer[g]: target for g, target in arrived.items()},
+        )
+        for g, target in receives.items():
+            target.copy_(arrived[g])
+
+
+def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
+    return tensors[chunk.tensor][chunk.start : chunk.stop]
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _local(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This rank's elements of a parameter or gradient, flat: all of it, or its FSDP2 shard."""
+    return _local(parameter).view(-1)
+
+
+def nesterov(
+    theta: Tensor,
+    momentum: Tensor,
+    gradient: Tensor,
+    retention: float,
+    step: float,
+    scratch: Tensor,
+) -> Tensor:
+    """Corrected Nesterov outer step, in place on theta and momentum.
+
+        m <- mu_t m + g;   theta <- theta - alpha_0 kappa_t (g + mu_t m)                D.1, B.4
+
+    The order of operations is torch.optim.SGD's, so that the two agree bit for bit.
+
+    Args:
+        theta: (n,) fp32, shared parameters; changed in place.
+        momentum: (n,) fp32, m; changed in place and never rescaled (B.4).
+        gradient: (n,) fp32, g, the (normalised) mean pseudo-gradient.
+        retention: mu_t, in [0, 1).
+        step: alpha_0 kappa_t.
+        scratch: (n,) fp32; written.
+    Returns:
+        g + mu_t m, in scratch.
+    """
+    momentum.mul_(retention).add_(gradient)
+    torch.add(gradient, momentum, alpha=retention, out=scratch)
+    theta.add_(scratch, alpha=-step)  # fused, and rounds differently from mul then add
+    return scratch
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one synchronisation measured, the same on every rank.
+
+    Args:
+        drift: D_t (SPEC section 1); NaN if a worker was not finite.
+        coherence: C_t.
+        update_norm: norm of the change of the shared parameters.
+        records: (K, H_t, 4) float64 on the CPU: loss sum, targets, tokens, gradient norm of each
+            local step.
+        excluded: workers left out because their pseudo-gradient was not finite.
+    """
+
+    drift: float
+    coherence: float
+    update_norm: float
+    records: Tensor
+    excluded: tuple[int, ...]
+
+
+class Workers:
+    """What local-update and data-parallel workers share: gradients of a batch, and the records of
+    an interval.
+
+    Args:
+        model: maps (inputs, targets) to the summed loss.
+        optimizer: the inner optimizer over the model's parameters.
+        ranks: the launch.
+        codec: of what travels.
+        clip: largest gradient norm; 0 does not clip.
+        micro_batch: rows of a forward pass; 0 takes the whole batch.
+        autocast: bfloat16 for mixed precision, None for fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        codec: Codec,
+        *,
+        clip: float = 1.0,
+        micro_batch: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+        self.clip, self.micro_batch, self.autocast = clip or math.inf, micro_batch, autocast
+        self.shared: list[Tensor] = []
+        self.names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
+        self.parameters = list(model.parameters())
+        self.wire = Wire(ranks, codec, [local_tensor(p).numel() for p in self.parameters])
+        self.done = [0] * len(ranks.hosted)  # steps of this interval, by hosted worker
+        self.records = torch.zeros(len(ranks.hosted), 0, 4, dtype=torch.float64)
+
+    every_step = False  # whether the ranks meet at every step
+
+    def begin(self, steps: int) -> None:
+        """Start an interval of `steps` local steps."""
+        size = (len(self.ranks.hosted), steps, 4)
+        self.records = torch.zeros(size, dtype=torch.float64, device=self.ranks.device)
+        self.done = [0] * len(self.ranks.hosted)
+
+    def set_lr(self, lr: float) -> None:
+        """Inner learning rate of the next step, the same on all workers."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def backward(self, batch: Batch) -> tuple[Tensor, int, int]:
+        """Accumulate the gradient of the token-averaged loss of one worker's batch.
+
+        Micro-batches are weighted by their targets: every one is divided by the targets of the
+        whole batch.
+
+        Args:
+            batch: the worker's batch; under sharding each rank takes every S-th row of it.
+        Returns:
+            Loss sum, targets and non-padding tokens of the rows that this rank computed.
+        """
+        shards, shard, device = self.ranks.ranks_per_worker, self.ranks.shard, self.ranks.device
+        total = max(1, int((batch.targets != IGNORE).sum()))
+        inputs, targets = batch.inputs[shard::shards], batch.targets[shard::shards]
+        rows = self.micro_batch or max(1, len(inputs))
+        loss_sum = torch.zeros((), device=device)
+        for start in range(0, len(inputs), rows):
+            part = slice(start, start + rows)
+            x, y = (t[part].to(device, non_blocking=True) for t in (inputs, targets))
+            with self._precision():
+                loss = self.model(x, y)
+            # FSDP2 adds the shards' gradients up (its divide factor is set to 1).
+            (loss / total).backward()
+            loss_sum += loss.detach()
+        own = int((targets != IGNORE).sum())
+        return loss_sum, own, batch.tokens if shard == 0 else 0
+
+    def _precision(self) -> Any:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, dtype=self.autocast)
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients' norm in place; returns the norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
+
+    def _record(self, row: int, loss: Tensor, targets: int, tokens: int, norm: Tensor) -> None:
+        record = self.records[row, self.done[row]]
+        record[0], record[1], record[2] = loss, targets, tokens
+        if self.ranks.shard == 0:
+            record[3] = norm
+        self.done[row] += 1
+
+    def _reduce(self, extra: Tensor) -> tuple[Tensor, Tensor]:
+        """Travel with the interval's scalars: one vector a rank, summed over the shards of each
+        worker.
+
+        Args:
+            extra: (hosted, n) float64, more scalars of each hosted worker.
+        Returns:
+            records (K, H, 4) and extra (K, n), the same on all ranks.
+        """
+        hosted, steps = len(self.ranks.hosted), self.records.shape[1]
+        vector = torch.cat([extra.cpu(), self.records.cpu().view(hosted, -1)], dim=1)
+        rows = self.ranks.gather(vector.view(-1))
+        by_worker = rows.view(self.ranks.groups, self.ranks.ranks_per_worker, hosted, -1).sum(1)
+        by_worker = by_worker.view(self.ranks.workers, -1)
+        extra, records = by_worker.split([extra.shape[1], steps * 4], dim=1)
+        return records.view(self.ranks.workers, steps, 4), extra
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What all workers share, by name, for a checkpoint."""
+        raise NotImplementedError
+
+    def worker_state(self, row: int) -> dict[str, Tensor]:
+        """What belongs to one hosted worker, by name; its records of this interval among it."""
+        steps = torch.tensor(self.done[row])
+        return {"records": self.records[row].cpu(), "done": steps}
+
+    def load_shared(self, saved: dict[str, Tensor]) -> None:
+        """Inverse of `shared_state`."""
+        raise NotImplementedError
+
+    def load_worker(self, row: int, saved: dict[str, Tensor]) -> None:
+        """Inverse of `worker_state`."""
+        if self.records.shape[1] != len(saved["records"]):
+            self.begin(len(saved["records"]))
+        self.records[row], self.done[row] = saved["records"], int(saved["done"])
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's tensors of the worker that is switched in, as `KEY.NAME`."""
+        return {
+            f"{key}.{name}": _local(value)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def _load_optimizer_state(self, saved: dict[str, Tensor]) -> None:
+        self.optimizer.state.clear()
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for full, value in saved.items():
+                key, _, owner = full.partition(".")
+                if owner == name and key not in ("shared", "momentum", "local"):
+                    like = torch.zeros_like(parameter) if value.dim() else torch.zeros(())
+                    like = like.to(parameter.device).detach()
+                    _local(like).copy_(value)
+                    self.optimizer.state[parameter][key] = like
+
+
+class Replica:
+    """One local-update worker of this rank: its parameters and its AdamW state, nothing else."""
+
+    def __init__(self, tensors: list[Tensor], state: Any) -> None:
+        self.tensors, self.state = tensors, state
+        self.flat = [local_tensor(tensor) for tensor in tensors]
+
+
+class LocalUpdate(Workers):
+    """DiLoCo and AutoLoCo: workers that train apart and synchronise through pseudo-gradients (D.1,
+    B.5).
+
+    Args:
+        outer_lr: alpha_0.
+        **kwargs: see `Workers`.
+    """
+
+    def __init__(self, *args: Any, outer_lr: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.outer_lr = outer_lr
+        own = Replica([p.data for p in self.parameters], self.optimizer.state)
+        self.replicas = [own]
+        for _ in self.ranks.hosted[1:]:
+            state = type(self.optimizer.state)(self.optimizer.state.default_factory)
+            self.replicas.append(Replica([t.clone() for t in own.tensors], state))
+        self.shared = [tensor.clone() for tensor in own.flat]
+        self.momentum = [torch.zeros_like(tensor) for tensor in own.flat]
+        size = max((chunk.stop - chunk.start for chunk in self.wire.chunks), default=0)
+        self._scratch = torch.empty(size, device=self.ranks.device)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Shared parameters and outer momentum."""
+        state = {}
+        for name, like, theta, m in zip(
+            self.names, self.replicas[0].tensors, self.shared, self.momentum, strict=True
+        ):
+            shape = _local(like).shape
+            state |= {f"shared.{name}": theta.view(shape), f"momentum.{name}": m.view(shape)}
+        return state
+
+    def load_shared(self, saved: dict[str, Tensor]) -> None:
+        """Inverse of `shared_state`; every replica starts from the shared parameters."""
+        for i, name in enumerate(self.names):
+            self.shared[i].copy_(saved[f"shared.{name}"].view(-1))
+            self.momentum[i].copy_(saved[f"momentum.{name}"].view(-1))
+            for replica in self.replicas:
+                replica.flat[i].copy_(self.shared[i])
+
+    def worker_state(self, row: int) -> dict[str, Tensor]:
+        """AdamW state and records; inside an interval the worker's own parameters too."""
+        self.switch(row)
+        state = super().worker_state(row) | self._optimizer_state()
+        if self.done[row]:
+            flat = self.replicas[row].flat
+            state |= {f"local.{name}": t for name, t in zip(self.names, flat, strict=True)}
+        return state
+
+    def load_worker(self, row: int, saved: dict[str, Tensor]) -> None:
+        """Inverse of `worker_state`."""
+        super().load_worker(row, saved)
+        self.switch(row)
+        self._load_optimizer_state(saved)
+        if self.done[row]:
+            for name, tensor in zip(self.names, self.replicas[row].flat, strict=True):
+                tensor.copy_(saved[f"local.{name}"])
+
+    def switch(self, row: int) -> None:
+        """Put a hosted worker's parameters and AdamW state (A2) into module and optimizer."""
+        if len(self.replicas) > 1:
+            replica = self.replicas[row]
+            for parameter, tensor in zip(self.parameters, replica.tensors, strict=True):
+                parameter.data = tensor
+            self.optimizer.state = replica.state
+
+    def step(self, row: int, batch: Batch) -> None:
+        """One AdamW step of a hosted worker on its own batch. No communication."""
+        self.switch(row)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, targets, tokens = self.backward(batch)
+        norm = self._clip()
+        self.optimizer.step()
+        self._record(row, loss, targets, tokens, norm)
+
+    def synchronise(self, plan: autoloco.Plan) -> Statistics:
+        """Average the pseudo-gradients, take the corrected Nesterov step, give every worker the
+        same parameters.
+
+            D_t = 1/K sum_k ||Delta_k||^2,   C_t = ||mean_k Delta_k||^2 / D_t           C.1, A1
+
+        Two passes over memory: Delta_k over the dead local weights with its norm; then mean,
+        momentum, theta and write-back, chunk by chunk in the cache. D is of the local deltas before
+        the codec, C's numerator of the mean as decoded (G.1). A worker whose Delta is not finite is
+        left out, and starts again from the shared parameters with a fresh AdamW state.
+
+        Args:
+            plan: divisor, momentum and scale of this interval.
+        Returns:
+            The interval's statistics, equal on all ranks.
+        """
+        squares = torch.stack([self._displace(replica.flat) for replica in self.replicas])
+        records, norms = self._reduce(squares[:, None])
+        include = norms[:, 0].isfinite().tolist()
+        excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
+        for row, worker in enumerate(self.ranks.hosted):
+            if worker in excluded:
+                self.replicas[row].state.clear()
+        mean_square, update_square = self._outer_step(plan, include)
+        drift = float(norms.sum()) / self.ranks.workers
+        coherence = mean_square / drift if drift > 0 else math.nan
+        return Statistics(drift, coherence, math.sqrt(update_square), records, excluded)
+
+    def _displace(self, local: list[Tensor]) -> Tensor:
+        """Write Delta_k = theta - theta_k over theta_k; returns ||Delta_k||^2.
+
+        fp32 dots of cache-sized chunks, float64 across chunks: float64 over whole tensors costs 4
+        to 14 times a dot.
+        """
+        squares = []
+        for chunk in self.wire.chunks:
+            delta = _cut(local, chunk)
+            torch.sub(_cut(self.shared, chunk), delta, out=delta)
+            squares.append(torch.dot(delta, delta))
+        return torch.stack(squares).double().sum()
+
+    def _outer_step(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
+        """Second pass; returns the squared norms of the decoded mean and of the update."""
+        if not any(include):  # nothing to learn from: the interval is discarded
+            for replica in self.replicas:
+                for local, theta in zip(replica.flat, self.shared, strict=True):
+                    local.copy_(theta)
+            return math.nan, 0.0
+        step = self.outer_lr * plan.step_scale
+        means, updates = [], []
+        deltas = [replica.flat for replica in self.replicas]
+        for chunk, mean in self.wire.mean(deltas, include):
+            means.append(torch.dot(mean, mean))
+            if plan.divisor != 1.0:
+                mean = mean.div_(plan.divisor)
+            theta = _cut(self.shared, chunk)
+            scratch = self._scratch[: mean.numel()]
+            nesterov(theta, _cut(self.momentum, chunk), mean, plan.momentum, step, scratch)
+            updates.append(torch.dot(scratch, scratch))
+            for replica in self.replicas:
+                _cut(replica.flat, chunk).copy_(theta)
+        sums = torch.stack([torch.stack(means), torch.stack(updates)]).double().sum(1).cpu()
+        if self.ranks.ranks_per_worker > 1:
+            sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)
+        mean_square, update_square = sums.tolist()
+        return mean_square, update_square * step * step
+
+
+class DataParallel(Workers):
+    """The DDP baseline (E.2): one model per rank, gradients averaged every step, equal weights."""
+
+    every_step = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared = [local_tensor(p) for p in self.parameters]
+        self._pending: list[tuple[Tensor, int, int]] = []
+        self._gradients: list[list[Tensor | None]] = []
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Parameters and the one AdamW state."""
+        state = {f"shared.{n}": _local(p) for n, p in zip(self.names, self.parameters, strict=True)}
+        return state | self._optimizer_state()
+
+    def load_shared(self, saved: dict[str, Tensor]) -> None:
+        """Inverse of `shared_state`."""
+        for name, tensor in zip(self.names, self.shared, strict=True):
+            tensor.copy_(saved[f"shared.{name}"].view(-1))
+        self._load_optimizer_state(saved)
+
+    def step(self, row: int, batch: Batch) -> None:
+        """Gradient of one hosted worker; after the last one, average, clip and step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._pending.append(self.backward(batch))
+        self._gradients.append([p.grad for p in self.parameters])
+        if row < len(self.ranks.hosted) - 1:
+            return
+        everyone = [True] * self.ranks.workers
+        hosted = [
+            [local_tensor(g) for g in gradient if g is not None] for gradient in self._gradients
+        ]
+        for chunk, mean in self.wire.mean(hosted, everyone):
+            _cut(hosted[-1], chunk).copy_(mean)
+        norm = self._clip()
+        if norm.isfinite():  # the same on all ranks: they hold the same mean
+            self.optimizer.step()
+        for index, (loss, targets, tokens) in enumerate(self._pending):
+            self._record(index, loss, targets, tokens, norm)
+        self._pending, self._gradients = [], []
+
+    def synchronise(self, plan: autoloco.Plan) -> Statistics:
+        """Collect the interval's records. The workers never part: drift 0, coherence 1."""
+        records, _ = self._reduce(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
+        return Statistics(0.0, 1.0, 0.0, records, ())
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Order-independent sum of the bits of fp32 tensors, modulo 2^64: equal weights have equal
+    sums.
+
+    Args:
+        tensors: 1-D fp32.
+    Returns:
+        A signed 64-bit integer.
+    """
+    total = 0
+    for tensor in tensors:
+        pairs = tensor.numel() // 2 * 2
+        total += int(tensor[:pairs].view(torch.int64).sum())
+        total += int(tensor[pairs:].view(torch.int32).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def agree(ranks: Ranks, values: dict[str, Callable[[], int] | int]) -> None:
+    """Compare checksums over the ranks that must hold the same; ranks of different shards are not
+    compared.
+
+    Args:
+        ranks: the launch.
+        values: name -> 64-bit integer.
+    Raises:
+        RuntimeError: naming the value and the ranks that differ from the first.
+    """
+    mine = torch.tensor([v() if callable(v) else v for v in values.values()], dtype=torch.int64)
+    rows = ranks.gather(mine)
+    for shard in range(ranks.ranks_per_worker):
+        group = rows[shard :: ranks.ranks_per_worker]
+        for column, name in enumerate(values):
+            differ = (group[:, column] != group[0, column]).nonzero().flatten().tolist()
+            if differ:
+                which = ", ".join(str(g * ranks.ranks_per_worker + shard) for g in differ)
+                raise RuntimeError(f"{name}: rank {which} differs from rank {shard}")

@@ -808,8 +808,7 @@ def start(rules: Rules) -> State:
 
 
 def plan(rules: Rules, state: State) -> Plan:
-    """Map the horizon to steps and set the outer correction from the scheduler position (B.2 to
-    B.4).
+    """Before an interval (B.5): map the horizon to steps, set the outer correction (B.2 to B.4).
 
     Args:
         rules: the run's constants.
@@ -941,14 +940,33 @@ def record(
     Returns:
         A JSON-ready dictionary with SPEC section 10's column names.
     """
-    columns = asdict(planned)
-    del columns["divisor"]  # follows from the interval ratio
-    columns["step"] += planned.steps  # the log counts completed steps
-    columns |= {
+    measured = {
         name: value if math.isfinite(value) else None for name, value in asdict(observation).items()
     }
-    columns |= {"finite": observation.finite, "tokens_per_step": mapper.tokens_per_step}
-    return columns | asdict(decision)
+    return {
+        "interval": planned.interval,
+        "step": planned.step + planned.steps,  # completed steps
+        "steps": planned.steps,
+        "horizon": planned.horizon,
+        "accepted": planned.accepted,
+        "phase": decision.phase,
+        "verdict": decision.verdict,
+        "next_horizon": decision.next_horizon,
+        "reason": decision.reason,
+        "drift": measured["drift"],
+        "coherence": measured["coherence"],
+        "exposure": measured["exposure"],
+        "base_exposure": planned.base_exposure,
+        "tokens": observation.tokens,
+        "tokens_per_step": mapper.tokens_per_step,
+        "residual_drift": decision.residual_drift,
+        "residual_coherence": decision.residual_coherence,
+        "z": decision.z,
+        "interval_ratio": planned.interval_ratio,
+        "momentum": planned.momentum,
+        "step_scale": planned.step_scale,
+        "finite": observation.finite,
+    }
 
 
 def header(rules: Rules, **about: Any) -> dict[str, Any]:

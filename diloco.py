@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -547,6 +548,8 @@ def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
 
 # ---------------------------------------------------------------- workers
 
+RECORD = 5  # loss sum, targets, tokens, gradient norm, learning rate: of one local step
+
 
 def _local(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
@@ -596,8 +599,8 @@ class Statistics:
         drift: D_t (SPEC section 1); NaN if a worker was not finite.
         coherence: C_t.
         update_norm: norm of the change of the shared parameters.
-        records: (K, H_t, 4) float64 on the CPU: loss sum, targets, tokens, gradient norm of each
-            local step.
+        records: (K, H_t, 5) float64 on the CPU: loss sum, targets, tokens, gradient norm and
+            learning rate of each local step.
         excluded: workers left out because their pseudo-gradient was not finite.
     """
 
@@ -640,13 +643,13 @@ class Workers:
         self.parameters = list(model.parameters())
         self.wire = Wire(ranks, codec, [local_tensor(p).numel() for p in self.parameters])
         self.done = [0] * len(ranks.hosted)  # steps of this interval, by hosted worker
-        self.records = torch.zeros(len(ranks.hosted), 0, 4, dtype=torch.float64)
+        self.records = torch.zeros(len(ranks.hosted), 0, RECORD, dtype=torch.float64)
 
     every_step = False  # whether the ranks meet at every step
 
     def begin(self, steps: int) -> None:
         """Start an interval of `steps` local steps."""
-        size = (len(self.ranks.hosted), steps, 4)
+        size = (len(self.ranks.hosted), steps, RECORD)
         self.records = torch.zeros(size, dtype=torch.float64, device=self.ranks.device)
         self.done = [0] * len(self.ranks.hosted)
 
@@ -669,6 +672,11 @@ class Workers:
         shards, shard, device = self.ranks.ranks_per_worker, self.ranks.shard, self.ranks.device
         total = max(1, int((batch.targets != IGNORE).sum()))
         inputs, targets = batch.inputs[shard::shards], batch.targets[shard::shards]
+        if len(inputs) < math.ceil(len(batch.inputs) / shards):
+            # ALL RANKS of a worker: as many micro-batches here, or FSDP2's collectives hang. A rank
+            # with a row less, or none, fills up with one in which nothing counts.
+            inputs = torch.cat([inputs, batch.inputs[:1]])
+            targets = torch.cat([targets, torch.full_like(batch.targets[:1], IGNORE)])
         rows = self.micro_batch or max(1, len(inputs))
         loss_sum = torch.zeros((), device=device)
         for start in range(0, len(inputs), rows):
@@ -696,7 +704,7 @@ class Workers:
         record = self.records[row, self.done[row]]
         record[0], record[1], record[2] = loss, targets, tokens
         if self.ranks.shard == 0:
-            record[3] = norm
+            record[3], record[4] = norm, self.optimizer.param_groups[0]["lr"]
         self.done[row] += 1
 
     def _reduce(self, extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -706,15 +714,23 @@ class Workers:
         Args:
             extra: (hosted, n) float64, more scalars of each hosted worker.
         Returns:
-            records (K, H, 4) and extra (K, n), the same on all ranks.
+            records (K, H, 5) and extra (K, n), the same on all ranks.
         """
         hosted, steps = len(self.ranks.hosted), self.records.shape[1]
         vector = torch.cat([extra.cpu(), self.records.cpu().view(hosted, -1)], dim=1)
         rows = self.ranks.gather(vector.view(-1))
         by_worker = rows.view(self.ranks.groups, self.ranks.ranks_per_worker, hosted, -1).sum(1)
         by_worker = by_worker.view(self.ranks.workers, -1)
-        extra, records = by_worker.split([extra.shape[1], steps * 4], dim=1)
-        return records.view(self.ranks.workers, steps, 4), extra
+        extra, records = by_worker.split([extra.shape[1], steps * RECORD], dim=1)
+        return records.view(self.ranks.workers, steps, RECORD), extra
+
+    def step(self, row: int, batch: Batch) -> None:
+        """One inner step of a hosted worker on its own batch."""
+        raise NotImplementedError
+
+    def synchronise(self, plan: autoloco.Plan) -> Statistics:
+        """End an interval: the same shared parameters and the same statistics on every rank."""
+        raise NotImplementedError
 
     def shared_state(self) -> dict[str, Tensor]:
         """What all workers share, by name, for a checkpoint."""
@@ -778,7 +794,7 @@ class LocalUpdate(Workers):
         own = Replica([p.data for p in self.parameters], self.optimizer.state)
         self.replicas = [own]
         for _ in self.ranks.hosted[1:]:
-            state = type(self.optimizer.state)(self.optimizer.state.default_factory)
+            state: Any = defaultdict(dict)
             self.replicas.append(Replica([t.clone() for t in own.tensors], state))
         self.shared = [tensor.clone() for tensor in own.flat]
         self.momentum = [torch.zeros_like(tensor) for tensor in own.flat]

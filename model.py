@@ -1,24 +1,22 @@
-"""LLaMA-style transformer: named sizes, summed loss, key-value cache, Hugging Face weights in and out.
+"""LLaMA-style transformer: sizes by name, summed loss, key-value cache, Hugging Face weights.
 
     x <- x + W_out attention(rotary(W_qkv norm(x)))
     x <- x + W_down (silu(gate) * up),    [gate, up] = W_gate_up norm(x)
 
-The architecture of the paper's models: RMSNorm before each half of a block, rotary positions (with Llama 3.1's
-stretching), SwiGLU, grouped-query attention, tied or untied head, no biases. Three decisions differ from the
-common layout, all for speed: query, key and value are one matrix, gate and up are another (the Hugging Face
-tensors are their rows, so import and export only cut and join); and the loss of a large vocabulary never
-builds the (B, T, V) logits.
+The architecture of the paper's models: RMSNorm before each half of a block, rotary positions
+(with Llama 3.1's stretching), SwiGLU, grouped-query attention, tied or untied head, no biases.
+Two things differ from the common layout, both for speed. Query, key and value are one matrix,
+gate and up are another; the Hugging Face tensors are their rows, so that import and export
+only join and cut. And the loss of a large vocabulary never builds the (B, T, V) logits.
 
-Letters in shapes: B sequences, T positions, C width, D width of a head, H query heads, G key-value heads,
-N positions whose target counts, V vocabulary.
+Letters in shapes: B sequences, T positions, C width, D width of a head, H query heads, G
+key-value heads, V vocabulary, N positions whose target counts.
 """
 
 import json
 import math
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +28,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # target of a position that does not count, as in data.py
-LARGE_VOCABULARY = 4096  # above it the loss is chunked
+LARGE_VOCABULARY = 4096  # tokens; above it the loss is chunked
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}  # logits that the chunked loss holds at once
-CACHE_BYTES = 2**21  # of them, fp32, in a CPU's cache
-PLAIN_ATTENTION = 512  # longest sequence for which plain bf16 attention beats the CPU's fused kernel
+CACHE_BYTES = 2**21  # of them, what passes through the softmax together on a CPU
+PLAIN_ATTENTION = 512  # positions up to which plain bf16 attention beats the CPU's fused kernel
 
 
-import os
-SPARSE=bool(int(os.environ.get('SPARSE','0')))
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths beyond the length of pre-training.
+    """Llama 3.1's stretching of the rotary wavelengths for texts longer than in pre-training.
 
-    Wavelengths above `original / low_freq_factor` positions grow by `factor`, those below
-    `original / high_freq_factor` stay, those between are interpolated.
-
-    Source: transformers, `modeling_rope_utils._compute_llama3_parameters`.
+    Wavelengths above original / low_freq_factor positions grow by `factor`, those below
+    original / high_freq_factor stay, those between are interpolated (see `rotary_tables`).
     """
 
     factor: float
@@ -54,22 +48,22 @@ class RopeScaling:
     original_max_position_embeddings: int  # positions
 
     def __post_init__(self) -> None:
-        """Raises ValueError for factors that do not describe a stretching."""
+        """Raises ValueError for numbers that describe no stretching."""
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError("rope_scaling needs 0 < low_freq_factor < high_freq_factor")
-        if self.factor <= 0 or self.original_max_position_embeddings < 1:
+        if not (self.factor > 0 and self.original_max_position_embeddings > 0):
             raise ValueError("rope_scaling needs a positive factor and original length")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a transformer; `ModelConfig(**json)` reads what `dataclasses.asdict` wrote."""
+    """Shape of a transformer. `ModelConfig(**json)` reads what `dataclasses.asdict` wrote."""
 
     vocab_size: int
     width: int
     layers: int
     heads: int
-    kv_heads: int  # key-value heads, each shared by heads / kv_heads query heads
+    kv_heads: int  # each serves heads / kv_heads query heads
     ffn_width: int
     tied: bool  # the head is the embedding
     rope_theta: float = 10_000.0
@@ -84,8 +78,8 @@ class ModelConfig:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "ffn_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.width % (2 * self.heads):
-            raise ValueError(f"width {self.width} is not an even multiple of {self.heads} heads")
+        if self.width % (2 * self.heads):  # rotary turns pairs
+            raise ValueError(f"width {self.width} does not give {self.heads} heads of even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
 
@@ -96,61 +90,81 @@ class ModelConfig:
 
 
 SIZES = {
-    # 788,608 parameters: SwiGLU width 2.5 x, which multiples of 64 make cheap on a CPU
+    # 788,608 parameters
     "tiny": ModelConfig(264, 128, 4, 4, 4, 320, tied=True),
-    # A19: 215.3M parameters; the vocabulary is GPT-2's 50,257 padded to a multiple of 64
+    # 215.3M parameters; GPT-2's vocabulary of 50,257 padded to a multiple of 64: A19
     "215m": ModelConfig(50_304, 1024, 13, 16, 16, 2736, tied=True),
     "llama3.1-8b": ModelConfig(
-        128_256, 4096, 32, 32, 8, 14_336, False, 500_000.0, RopeScaling(8, 1, 4, 8192), 1e-5, 131_072
+        128_256,
+        4096,
+        32,
+        32,
+        8,
+        14_336,
+        tied=False,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+        max_seq_len=131_072,
     ),
 }
 
 
 def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of the rotary positions 0 to length - 1.
+    """Cosines and signed sines of the positions 0 to length - 1.
 
-        angle(t, i) = t * theta^(-2i/D),    i = 0 .. D/2 - 1, each used for dimensions i and i + D/2
+        angle(t, i) = t f_i,    f_i = theta^(-2i/D),    i = 0 .. D/2 - 1
+
+    With stretching f_i becomes f_i ((1 - s_i) / factor + s_i), where s_i runs from 0 at the
+    longest wavelengths to 1 at the shortest:
+
+        s_i = clamp((original f_i / 2 pi - low) / (high - low), 0, 1)
 
     Args:
         config: model shape; gives theta, D and the optional stretching.
         length: positions.
 
     Returns:
-        cos and sin, both (length, 1, D) fp32 on the CPU; the first half of sin is negated (see `rotate`).
+        cos and sin, (length, 1, D) fp32 on the CPU, each angle at i and at i + D/2; the first
+        half of sin is negated (see `rotate`).
 
-    Source: transformers' half-rotation convention; in fp32 as there, so that logits agree.
+    Source: transformers, `modeling_rope_utils`; in fp32 as there, so that logits agree.
     """
     exponent = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent  # (D/2,)
     if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        rope = config.rope_scaling
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * ((1 - kept) / scaling.factor + kept)
-    angle = torch.outer(torch.arange(length, device="cpu").float(), frequency)[:, None]  # (T, 1, D/2)
+        frequency = frequency * ((1 - kept) / rope.factor + kept)
+    angle = torch.outer(torch.arange(length, device="cpu").float(), frequency)  # (T, D/2)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i+D/2}) by their position's angles.
+    """Turns each pair (x_i, x_{i + D/2}) by the angle of its position.
 
         [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]
 
     Args:
         x: (B, T, heads, D), fp32 or bf16.
         cos: (T, 1, D) fp32.
-        sin: (T, 1, D) fp32, first half negated, so that swapping the halves is all that is left to do.
+        sin: (T, 1, D) fp32, its first half negated: then swapping the halves of x suffices.
 
     Returns:
-        Same shape; fp32 also for bf16 input (bf16 angles would be off by 0.4 %).
+        (B, T, heads, D); fp32 for bf16 too, whose own cosines would be off by 0.4 %.
     """
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the stream x (..., C); the weight (C,) is bf16 where FSDP2 gathers it as such."""
+    return F.rms_norm(x, weight.shape, weight.type_as(x), eps)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal grouped-query attention of the last T of S positions.
+    """Causal grouped-query attention; the queries are the last T of S positions.
 
     Args:
         q: (B, H, T, D).
@@ -160,27 +174,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, H, T, D).
     """
-    T, S = q.shape[2], k.shape[2]
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < S <= PLAIN_ATTENTION:
-        # The CPU's fused kernel is 2x slower than this in bf16, backward above all.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    (H, T, D), (G, S) = q.shape[1:], k.shape[1:3]
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= PLAIN_ATTENTION:
+        # In bf16 the CPU's fused kernel takes twice as long, mostly in its backward pass.
+        k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
         future = torch.full((T, S), -math.inf, dtype=q.dtype).triu(S - T + 1)
-        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + future, -1) @ v
+        return torch.softmax(q @ k.mT * D**-0.5 + future, -1) @ v
     mask = None
-    if 1 < T < S:  # SDPA's own causal mask starts at the first key, not at the first new one
+    if 1 < T < S:  # is_causal would let the first query see the first key only
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    causal = T == S
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=H != G)
 
 
 class Cache:
-    """Keys and values of the positions read so far, which `Transformer.logits` extends.
+    """Keys and values of the positions read so far; `Transformer.logits` extends it.
 
     Attributes:
         length: positions read.
-        keys: per block (B, G, length, D).
-        values: per block (B, G, length, D).
+        keys: one (B, G, length, D) a block.
+        values: the same.
     """
 
     def __init__(self) -> None:
@@ -190,7 +203,7 @@ class Cache:
         self.values: dict[int, Tensor] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new keys and values (B, G, T, D) of one block; returns all of them (B, G, S, D)."""
+        """Appends (B, G, T, D) keys and values of one block and returns all, (B, G, S, D)."""
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), 2)
             v = torch.cat((self.values[layer], v), 2)
@@ -199,49 +212,62 @@ class Cache:
 
 
 class Block(nn.Module):
-    """One layer: attention, then SwiGLU, each on normalised input and added to the stream."""
+    """One layer: attention, then SwiGLU, each of the normalised stream and added to it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        """Uninitialised parameters of block number `layer`."""
+        """Parameters of block number `layer`, not set."""
         super().__init__()
         self.config, self.layer = config, layer
-        C, D = config.width, config.head_dim
+        C, D, ffn = config.width, config.head_dim, config.ffn_width
         self.attention_norm = nn.Parameter(torch.empty(C))
         self.qkv = nn.Parameter(torch.empty((config.heads + 2 * config.kv_heads) * D, C))
         self.out = nn.Parameter(torch.empty(C, C))
         self.mlp_norm = nn.Parameter(torch.empty(C))
-        self.gate_up = nn.Parameter(torch.empty(2 * config.ffn_width, C))
-        self.down = nn.Parameter(torch.empty(C, config.ffn_width))
+        self.gate_up = nn.Parameter(torch.empty(2 * ffn, C))
+        self.down = nn.Parameter(torch.empty(C, ffn))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        """The block's output (B, T, C) for the stream x (B, T, C) and the tables of its positions."""
+        """The stream after this block.
+
+        Args:
+            x: (B, T, C), the stream.
+            cos: (T, 1, D) fp32, from `rotary_tables` for the T positions.
+            sin: the same.
+            cache: of earlier positions, extended in place.
+
+        Returns:
+            (B, T, C).
+        """
         (B, T, C), H, G = x.shape, self.config.heads, self.config.kv_heads
-        qkv = F.linear(F.rms_norm(x, (C,), self.attention_norm, self.config.norm_eps), self.qkv)
-        # Queries and keys turn together. split, unlike slices, has a backward without zero fills.
-        qk, v = qkv.view(B, T, H + 2 * G, -1).split((H + G, G), 2)
-        q, k = rotate(qk, cos, sin).type_as(v).transpose(1, 2).split((H, G), 1)  # (B, H|G, T, D)
-        v = v.transpose(1, 2)
+        normed = normalise(x, self.attention_norm, self.config.norm_eps)
+        # Queries and keys turn together. Unlike slices, split has a backward without zero fills.
+        qk, v = F.linear(normed, self.qkv).view(B, T, H + 2 * G, -1).split((H + G, G), 2)
+        q, k = rotate(qk, cos, sin).type_as(v).transpose(1, 2).split((H, G), 1)
+        v = v.transpose(1, 2)  # now q is (B, H, T, D), k and v are (B, G, T, D)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         x = x + F.linear(attention(q, k, v).transpose(1, 2).reshape(B, T, C), self.out)
-        normed = F.rms_norm(x, (C,), self.mlp_norm, self.config.norm_eps)
+
+        normed = normalise(x, self.mlp_norm, self.config.norm_eps)
         gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
 
 class Transformer(nn.Module):
-    """The language model. Parameters are uninitialised until `init_weights` or a load.
+    """The language model. Parameters hold garbage until `init_weights` or a load sets them.
 
-    Can be built under `torch.device("meta")` and materialised with `to_empty`: it has no buffers. Under FSDP2 shard
-    the blocks and then the model itself; embedding, last norm and head belong to the root (the loss reads the
-    head's weight directly). `for block in model.blocks: block.compile()` compiles all that is worth it.
+    It has no buffers, so it can be built under `torch.device("meta")` and materialised by
+    `to_empty`. For FSDP2, shard each block and then the model: embedding, last norm and head
+    must belong to the root, since the loss reads the head's weight itself. To compile, compile
+    the blocks (`for block in model.blocks: block.compile()`); the rest gains nothing.
 
     Attributes:
-        activation_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        activation_checkpointing: whether the backward pass recomputes each block's
+            activations, which are then not kept.
     """
 
     def __init__(self, config: ModelConfig, activation_checkpointing: bool = False) -> None:
-        """Builds the parameters without setting them.
+        """Makes the parameters without setting them.
 
         Args:
             config: model shape.
@@ -259,32 +285,31 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Sets every parameter: norms 1, matrices normal with deviation 0.02.
+        """Sets norms to 1 and matrices to normal numbers of deviation 0.02.
 
-        The projections that write to the stream get 0.02 / sqrt(2 layers), so that its variance does not grow
-        with depth. Numbers come from an own CPU generator in parameter order: the same bits on every rank and
-        device, sharded (FSDP2) or not, and no other random stream moves.
+        The projections that write to the stream get 0.02 / sqrt(2 layers): its variance then
+        does not grow with depth. The numbers come from an own CPU generator in the order of the
+        parameters: the same bits on every rank and device, sharded or not.
 
         Args:
             seed: of the generator.
 
-        Source: GPT-2 (2019), section 2.3; nanoGPT.
+        Source: GPT-2 (Radford et al. 2019), section 2.3.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             value = torch.ones(parameter.shape, device="cpu")
             if decayed(name, parameter):
-                residual = name.endswith((".out", ".down"))
-                depth = 2 * self.config.layers if residual else 1
-                value.normal_(0.0, 0.02 / math.sqrt(depth), generator=generator)
+                writers = 2 * self.config.layers if name.endswith((".out", ".down")) else 1
+                value.normal_(0.0, 0.02 / math.sqrt(writers), generator=generator)
             assign(parameter, value)
 
     def hidden(self, inputs: Tensor, cache: Cache | None = None) -> Tensor:
-        """Normalised output of the last block.
+        """The normalised stream after the last block.
 
         Args:
-            inputs: (B, T) int64 token ids.
-            cache: positions before these, extended in place.
+            inputs: (B, T) int64, token ids.
+            cache: of earlier positions, extended in place.
 
         Returns:
             (B, T, C).
@@ -296,71 +321,82 @@ class Transformer(nn.Module):
         stop = start + inputs.shape[1]
         if stop > self.config.max_seq_len:
             raise ValueError(f"{stop} positions, but the model has {self.config.max_seq_len}")
-        # Not buffers: nothing to shard, save or materialise, and Llama's 131,072 positions are never all built.
-        if self._tables is None or len(self._tables[0]) < stop or self._tables[0].device != inputs.device:
-            length = 1 << (stop - 1).bit_length()
-            cos, sin = rotary_tables(self.config, length)
-            self._tables = cos.to(inputs.device), sin.to(inputs.device)
-        cos, sin = (table[start:stop] for table in self._tables)
-        x = F.embedding(inputs, self.embedding, sparse=SPARSE)
+        cos, sin = self._rotary(start, stop, inputs.device)
+        recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
+        x = _widen(F.embedding(inputs, self.embedding))  # the stream is fp32 in mixed precision too
         for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if recompute:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, cos, sin, cache)
         if cache is not None:
             cache.length = stop
-        return F.rms_norm(x, (self.config.width,), self.norm, self.config.norm_eps)
+        return normalise(x, self.norm, self.config.norm_eps)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed negative log-likelihood of the targets that count.
+        """Summed negative log-likelihood of the targets that count, in nats.
 
-            sum over targets != -100 of -log p(target | inputs up to it)
+            sum over targets != -100 of -log p(target | inputs so far)
 
         Args:
-            inputs: (B, T) int64 token ids.
-            targets: (B, T) int64, IGNORE where nothing counts.
+            inputs: (B, T) int64, token ids.
+            targets: (B, T) int64, token ids, or IGNORE where nothing counts.
 
         Returns:
-            fp32 scalar (fp64 for an fp64 model), in nats; 0 with zero gradients where every target is ignored.
+            Scalar, fp32 (fp64 for an fp64 model). Where every target is IGNORE it is 0 and so
+            are its gradients. It can be differentiated once.
+
+        Raises:
+            ValueError: more positions than the model has.
         """
-        # Before the blocks: a GPU answers at once, so that the host can run ahead of it later.
-        rows = (targets.reshape(-1) != IGNORE).nonzero().squeeze(1)  # (N,)
-        return summed_loss(
-            self.hidden(inputs).flatten(0, 1), self._head_weight(), targets.reshape(-1), rows
-        )
+        targets = targets.flatten()
+        # Before the blocks: here a GPU answers at once, afterwards the host would wait for them.
+        rows = (targets != IGNORE).nonzero().squeeze(1)
+        return summed_loss(self.hidden(inputs).flatten(0, 1), self._head(), targets, rows)
 
     def logits(self, inputs: Tensor, cache: Cache | None = None, last: bool = False) -> Tensor:
-        """Logits of every position, for sampling and evaluation.
+        """Scores of the next token, for sampling and evaluation.
 
-        Not `forward`: under FSDP2 register it with `register_fsdp_forward_method`.
+        Under FSDP2, `register_fsdp_forward_method(model, "logits")` first.
 
         Args:
-            inputs: (B, T) int64 token ids.
-            cache: positions before these, extended in place.
-            last: only of the last position, which is all that sampling needs.
+            inputs: (B, T) int64, token ids; padding, if any, on the right.
+            cache: of earlier positions, extended in place.
+            last: only after the last position, all that sampling needs.
 
         Returns:
-            (B, T, V), or (B, 1, V) with `last`; fp32 at least.
+            (B, T, V), or (B, 1, V) with `last`; fp32 (fp64 for an fp64 model).
+
+        Raises:
+            ValueError: more positions than the model has.
         """
         hidden = self.hidden(inputs, cache)
-        return _widen(F.linear(hidden[:, -1:] if last else hidden, self._head_weight()))
+        return _widen(F.linear(hidden[:, -1:] if last else hidden, self._head()))
 
-    def _head_weight(self) -> Tensor:
+    def _head(self) -> Tensor:
         return self.embedding if self.config.tied else self.head
+
+    def _rotary(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        # Tables grow on demand: Llama's 131,072 positions would take 134 MB. They are no buffers,
+        # which FSDP2 and bf16 casts would touch.
+        tables = self._tables
+        if tables is None or len(tables[0]) < stop or tables[0].device != device:
+            cos, sin = rotary_tables(self.config, 1 << (stop - 1).bit_length())
+            self._tables = tables = cos.to(device), sin.to(device)
+        return tables[0][start:stop], tables[1][start:stop]
 
 
 def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    """Sum of -log softmax(hidden @ weight^T)[target] over some rows.
+    """Sum of -log softmax(hidden weight^T)[target] over the rows that count.
 
     Args:
-        hidden: (rows in all, C).
-        weight: (V, C) of the head.
-        targets: (rows in all,) int64.
-        rows: (N,) int64, the rows that count.
+        hidden: (B T, C).
+        weight: (V, C), the head's.
+        targets: (B T,) int64.
+        rows: (N,) int64, which rows count. The others cost nothing.
 
     Returns:
-        Scalar, fp32 at least.
+        Scalar, fp32 or fp64.
     """
     if len(weight) > LARGE_VOCABULARY:
         return _ChunkedLoss.apply(hidden, weight, targets, rows, torch.is_grad_enabled())
@@ -370,12 +406,14 @@ def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor) -
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`summed_loss` that holds the logits of a few rows at a time.
+    """`summed_loss` with the logits of a few rows at a time.
 
-    The forward pass also computes the gradients, since the logits are at hand: p - 1[target] times weight or
-    hidden. The backward pass only scales them.
+    While they are at hand, the forward pass takes the gradients too, and the backward pass only
+    scales them. With p = softmax(logits) and e = p - 1[target]:
 
-    Source: the idea of Liger Kernel's fused linear cross-entropy (arXiv:2410.10989, section 3.2).
+        d loss / d hidden = e weight,    d loss / d weight = e^T hidden
+
+    Source: Hsu et al., Liger Kernel, arXiv:2410.10989 (fused linear cross-entropy).
     """
 
     @staticmethod
@@ -384,33 +422,39 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         device, V = hidden.device.type, len(weight)
         autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype  # of the products
+        wide = torch.promote_types(weight.dtype, torch.float32)  # of softmax, loss and sums
         narrow = weight.to(dtype)
-        size = max(1, CHUNK_BYTES[device] // (V * dtype.itemsize))
+        size = max(1, CHUNK_BYTES.get(device, 2**30) // (V * dtype.itemsize))
         block = max(1, CACHE_BYTES // (V * wide.itemsize)) if device == "cpu" else size
-        buffer = torch.empty(min(size, max(1, len(rows))), V, dtype=dtype, device=hidden.device)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        grad_hidden, grad_weight = torch.zeros_like(hidden) if training else None, None
+        # One buffer for all chunks: fresh pages for each would cost more than the softmax.
+        buffer = hidden.new_empty(min(size, len(rows)), V, dtype=dtype)
+        loss = hidden.new_zeros((), dtype=wide)
+        grad_hidden = hidden.new_zeros(hidden.shape if training else 0)
+        grad_weight: Tensor | None = None
         with torch.autocast(device, enabled=False):
             for chunk in rows.split(size):
                 inputs = hidden[chunk].to(dtype)  # (n, C)
                 logits = torch.mm(inputs, narrow.T, out=buffer[: len(chunk)])  # (n, V)
-                # Few rows at a time through the softmax: on a CPU they never leave the cache.
-                for part, target in zip(logits.split(block), targets[chunk, None].split(block), strict=True):
-                    logp = torch.log_softmax(part, -1, dtype=wide)
-                    loss -= logp.gather(1, target).sum()
-                    if training:  # the gradient p - 1[target] takes the place of the logits
-                        part.copy_(logp.exp_().scatter_add_(1, target, logp.new_full(target.shape, -1)))
+                # On a CPU a few rows at a time, so that they stay in its cache.
+                for part, target in zip(
+                    logits.split(block), targets[chunk, None].split(block), strict=True
+                ):
+                    top, score = part.amax(-1), part.gather(1, target).to(wide)
+                    p = torch.softmax(part, -1, dtype=wide)
+                    # log sum exp = top - log p(top): saves a second exp; p(top) >= 1/V is exact.
+                    loss += (top.to(wide) - p.amax(-1).log()).sum() - score.sum()
+                    if training:  # e takes the place of the logits
+                        part.copy_(p.scatter_add_(1, target, -torch.ones_like(score)))
                 if training:
                     grad_hidden[chunk] = (logits @ narrow).to(hidden.dtype)
                     if grad_weight is None:
                         grad_weight = (logits.T @ inputs).to(wide)
                     elif dtype == wide:
                         grad_weight.addmm_(logits.T, inputs)
-                    else:
+                    else:  # sums over chunks in fp32
                         grad_weight += logits.T @ inputs
-        if training and grad_weight is None:  # nothing counts
+        if grad_weight is None and training:
             grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.gradients, ctx.dtype = (grad_hidden, grad_weight), weight.dtype
         return loss
@@ -419,8 +463,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "the chunked loss can be differentiated once"
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        grad_hidden.mul_(scale)
-        return grad_hidden, grad_weight.mul_(scale).to(ctx.dtype), None, None, None
+        grad_weight = grad_weight.mul_(scale).to(ctx.dtype)
+        return grad_hidden.mul_(scale), grad_weight, None, None, None
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -432,12 +476,13 @@ def assign(parameter: Tensor, value: Tensor) -> None:
     """Copies a full tensor into a parameter, or this rank's part of it into an FSDP2 shard.
 
     Args:
-        parameter: changed in place; a plain tensor or a DTensor.
-        value: same full shape; the same on every rank, since nothing is communicated.
+        parameter: plain tensor or DTensor, changed in place.
+        value: of the full shape, equal on all ranks: nothing is communicated.
     """
-    if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
 
+        assert isinstance(parameter, DTensor)
         value = value.to(parameter.device, parameter.dtype)
         mesh, placements = parameter.device_mesh, parameter.placements
         value = distribute_tensor(value, mesh, placements, src_data_rank=None)
@@ -445,7 +490,14 @@ def assign(parameter: Tensor, value: Tensor) -> None:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shape of every parameter in the order of `named_parameters`; a tied head counts once; allocates nothing."""
+    """Shape of each parameter, as ordered in `named_parameters`, without allocating any.
+
+    Args:
+        config: model shape; a tied head is no parameter of its own.
+
+    Returns:
+        Name -> shape.
+    """
     with torch.device("meta"):
         model = Transformer(config)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -461,5 +513,262 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, the embedding included, not to norms (A17)."""
+    """Whether weight decay applies (A17): to matrices, the embedding among them, not to norms."""
     return parameter.ndim >= 2
+
+
+def hf_layout(config: ModelConfig) -> dict[str, list[tuple[str, int]]]:
+    """The Hugging Face tensors that each parameter stacks.
+
+    Args:
+        config: model shape.
+
+    Returns:
+        Own name -> [(Hugging Face name, its rows), ...] from top to bottom. Columns agree, and
+        no row is permuted: `rotate` pairs dimensions as Hugging Face does.
+    """
+    C, ffn, kv = config.width, config.ffn_width, config.kv_heads * config.head_dim
+    layout = {"embedding": [("model.embed_tokens.weight", config.vocab_size)]}
+    for i in range(config.layers):
+        own, hf = f"blocks.{i}", f"model.layers.{i}"
+        layout |= {
+            f"{own}.attention_norm": [(f"{hf}.input_layernorm.weight", C)],
+            f"{own}.qkv": [
+                (f"{hf}.self_attn.q_proj.weight", C),
+                (f"{hf}.self_attn.k_proj.weight", kv),
+                (f"{hf}.self_attn.v_proj.weight", kv),
+            ],
+            f"{own}.out": [(f"{hf}.self_attn.o_proj.weight", C)],
+            f"{own}.mlp_norm": [(f"{hf}.post_attention_layernorm.weight", C)],
+            f"{own}.gate_up": [
+                (f"{hf}.mlp.gate_proj.weight", ffn),
+                (f"{hf}.mlp.up_proj.weight", ffn),
+            ],
+            f"{own}.down": [(f"{hf}.mlp.down_proj.weight", C)],
+        }
+    layout["norm"] = [("model.norm.weight", C)]
+    if not config.tied:
+        layout["head"] = [("lm_head.weight", config.vocab_size)]
+    return layout
+
+
+def save_hf(path: str | Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
+    """Writes a folder that `transformers` opens: config.json and model.safetensors.
+
+    Args:
+        path: folder, made if missing; files of these names are replaced.
+        config: model shape.
+        state_dict: full tensors by own name, in the dtype to write.
+
+    Raises:
+        ValueError: a parameter is missing, unknown or of another shape.
+    """
+    expected = parameter_shapes(config)
+    for name in expected | state_dict:
+        found = state_dict[name].shape if name in state_dict else None
+        if found != expected.get(name):
+            expectation = _text(expected.get(name))
+            raise ValueError(f"{path}: cannot export {name}: {_text(found)}, not {expectation}")
+    tensors: dict[str, Tensor] = {}
+    for name, parts in hf_layout(config).items():
+        pieces = state_dict[name].detach().contiguous().split([rows for _, rows in parts])
+        tensors |= {hf: piece for (hf, _), piece in zip(parts, pieces, strict=True)}
+    scaling = config.rope_scaling and {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "intermediate_size": config.ffn_width,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,  # the older layout: every transformers reads it
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
+        "bos_token_id": None,  # absent, they would be 1 and 2, which are text to a byte tokenizer
+        "eos_token_id": None,
+    }
+    Path(path).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(path, "model.safetensors"), metadata={"format": "pt"})
+    Path(path, "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def load_hf(
+    path: str | Path, dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Reads a Hugging Face Llama folder: config.json and safetensors. Unpickles nothing.
+
+    Args:
+        path: folder with model.safetensors, or model.safetensors.index.json and its shards.
+        dtype: of the tensors returned.
+
+    Returns:
+        Model shape, and full CPU tensors by own name, as `load_state_dict` takes them.
+
+    Raises:
+        ValueError: one line naming the file that is missing, corrupt, not a Llama's, or at odds
+            with config.json.
+    """
+    config = read_config(Path(path, "config.json"))
+    return config, dict(read_weights(Path(path), config, dtype))
+
+
+def read_config(file: Path) -> ModelConfig:
+    """Model shape from a Hugging Face config.json.
+
+    Both layouts of the rotary settings: `rope_theta` beside `rope_scaling`, and, since
+    transformers 5, `rope_parameters` with `rope_theta` inside.
+
+    Args:
+        file: config.json.
+
+    Returns:
+        The model's shape.
+
+    Raises:
+        ValueError: one line naming the file and what is wrong.
+    """
+    raw = _read_json(file)
+    try:
+        return _parse_config(raw)
+    except KeyError as error:
+        raise ValueError(f"{file}: {error} is missing") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _parse_config(raw: dict[str, Any]) -> ModelConfig:
+    rope = {"rope_theta": raw.get("rope_theta") or 10_000.0}
+    rope |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    for key, value, supported in (
+        ("model_type", raw.get("model_type"), ["llama"]),
+        ("hidden_act", raw.get("hidden_act", "silu"), ["silu"]),
+        ("attention_bias", raw.get("attention_bias", False), [False, None]),
+        ("mlp_bias", raw.get("mlp_bias", False), [False, None]),
+        ("rope_type", rope_type, ["default", "llama3"]),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0, None]),
+    ):
+        if value not in supported:
+            raise ValueError(f"{key} is {value!r}, supported is {supported[-1]!r}")
+    scaling = None
+    if rope_type == "llama3":
+        scaling = RopeScaling(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    heads = int(raw["num_attention_heads"])
+    config = ModelConfig(
+        vocab_size=int(raw["vocab_size"]),
+        width=int(raw["hidden_size"]),
+        layers=int(raw["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        ffn_width=int(raw["intermediate_size"]),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling,
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_seq_len=int(raw.get("max_position_embeddings", 2048)),
+    )
+    if raw.get("head_dim") not in (None, config.head_dim):
+        rule = f"hidden_size / num_attention_heads = {config.head_dim}"
+        raise ValueError(f"head_dim is {raw['head_dim']}, supported is {rule}")
+    return config
+
+
+def read_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a Hugging Face folder, one at a time.
+
+    With `assign`, a rank that keeps a shard of an 8B model never holds the whole.
+
+    Args:
+        folder: as for `load_hf`.
+        config: model shape, from `read_config`.
+        dtype: of the tensors.
+
+    Yields:
+        Own name and full CPU tensor, in the order of `named_parameters`.
+
+    Raises:
+        ValueError: one line naming the file and what is wrong.
+    """
+    files = _weight_files(folder)
+    layout, shapes = hf_layout(config), parameter_shapes(config)
+    known = {hf for parts in layout.values() for hf, _ in parts}
+    known.add("lm_head.weight")  # a copy, where the head is tied
+    for hf, file in files.items():
+        if hf not in known and not hf.endswith(".rotary_emb.inv_freq"):  # old files have these
+            raise ValueError(f"{file}: {hf} has no place in this model")
+    for own, parts in layout.items():
+        tensors = []
+        for hf, rows in parts:
+            if hf not in files:
+                raise ValueError(f"{folder}: no file has the tensor {hf}")
+            tensor = _read_tensor(files[hf], hf)
+            expected = torch.Size((rows, *shapes[own][1:]))
+            if tensor.shape != expected:
+                found = _text(tensor.shape)
+                raise ValueError(f"{files[hf]}: {hf} is {found}, not {_text(expected)}")
+            tensors.append(tensor)
+        yield own, torch.cat(tensors).to(dtype)  # cat copies, so that no file stays mapped
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        names = f"neither {single.name} nor {index.name}"
+        raise ValueError(f"{folder}: has {names} (pickled weights are never read)")
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or any(Path(str(n)).name != n for n in names.values()):
+        raise ValueError(f"{index}: weight_map does not name files of this folder")
+    return {hf: folder / name for hf, name in names.items()}
+
+
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with _open(file) as tensors:
+        if name not in tensors.keys():
+            raise ValueError(f"{file}: has no tensor {name}")
+        tensor = tensors.get_tensor(name)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{file}: {name} is {tensor.dtype}, not floating point")
+    return tensor
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file: {error}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: not readable JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: not a JSON object")
+    return raw
+
+
+def _text(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else "x".join(map(str, shape))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 4096  # elements that share one int8 scale, G
-SLAB = 16 * BLOCK  # elements of the largest chunk: source and scratch stay in a core's cache
+SLAB = 64 * BLOCK  # elements of the largest chunk: source and scratch stay in a core's cache
 
 LEVELS = 127.0  # int8 is used symmetrically: -127 .. 127, never -128
 SMALLEST_NORMAL = 2.0**-126  # of fp32
@@ -187,7 +187,8 @@ class Int8(Codec):
         |x - x'| <= scale (1/2 + 2**-16)
 
     1/2 from rounding to integers, the rest from fp32's rounding of x / scale (2**-18) and of
-    q * scale (2**-17). On Gaussian data the relative L2 error is 0.87 %, 1.23 % after the mean. Specials:
+    q * scale (2**-17). On Gaussian data the relative L2 error is 0.87 % after one encode and 1.23 %
+    after the mean's, too. Specials:
 
     - Zeros: scale 0, decodes to +0. An element that is zero stays zero in any block.
     - Constants: every element is +-absmax, q is +-127, the error is rounding only: 2**-22 |x|

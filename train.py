@@ -83,7 +83,7 @@ class Config:
     normalise: bool = False  # autoloco: divide the mean pseudo-gradient by rho (B.3)
     adjust_momentum: bool = True  # autoloco: mu_0 ** rho (B.4)
     scale_step: bool = True  # autoloco: scale the outer step by kappa (B.4)
-    outer: str = "nesterov"  # nesterov, or average: plain averaging of the workers
+    outer: str = "nesterov"  # nesterov, or average: plain averaging of the workers (A16)
     outer_lr: float = 0.7  # alpha_0
     outer_momentum: float = 0.9  # mu_0
     # numbers and machine
@@ -156,28 +156,31 @@ class Config:
     @cached_property
     def rules(self) -> autoloco.Rules:
         """The paper's constants of this run. Here, and only here, a method differs from another."""
-        q = self.granularity if self.granularity is not None else max(1, self.base_horizon // 10)
-        least = self.min_horizon if self.min_horizon is not None else 7 * q  # A5
-        most = self.max_horizon
-        rules = dict(
+        base = self.base_horizon
+        q = self.granularity if self.granularity is not None else max(1, base // 10)
+        least = self.min_horizon if self.min_horizon is not None else min(7 * q, base)  # A5
+        most = self.max_horizon if self.max_horizon is not None else base * 3 // 2 // q * q
+        rules: dict[str, Any] = dict(
             steps=self.steps,
             lr=self.lr,
             warmup=self.warmup,
             base_horizon=self.base_horizon,
-            min_horizon=min(least, self.base_horizon) if self.min_horizon is None else least,
-            max_horizon=most if most is not None else self.base_horizon * 3 // 2 // q * q,
+            min_horizon=least,
+            max_horizon=most,
             granularity=q,
             outer_momentum=0.0 if self.outer == "average" else self.outer_momentum,
         )
         fixed = diloco.fixed_schedule(self.steps, self.base_horizon)
         if self.horizons and self.method != "ddp":
             rules["sequence"] = diloco.parse_intervals(self.horizons)
-        elif self.method in ("diloco", "ddp") or not self.adapt:
+        elif self.method in ("diloco", "ddp"):
             rules["sequence"] = fixed
         elif self.method == "linear":
             rules["sequence"] = diloco.linear_schedule(self.steps, self.base_horizon)
         elif self.method == "qsr":
             rules["sequence"] = diloco.qsr_schedule(autoloco.Rules(**rules, sequence=fixed))
+        elif not self.adapt:  # a ladder of one rung
+            rules |= {"min_horizon": self.base_horizon, "max_horizon": self.base_horizon}
         if self.method == "autoloco":
             rules["normalise"] = self.normalise
             rules["adjust_momentum"] = self.adjust_momentum
@@ -588,18 +591,18 @@ def save_checkpoint(
         written[_shard(ranks, "shared")] = workers.shared_state()
     for row, worker in enumerate(ranks.hosted):
         written[_shard(ranks, f"worker-{worker:02d}")] = workers.worker_state(row)
-    files = {}
+    files: dict[str, str] = {}
     for name, tensors in written.items():
         path = partial / f"{name}.safetensors"
         _write_tensors(path, tensors)
         files[path.name] = _sha256(path)
-    note = {"files": files, "done": max(workers.done)}
+    note: dict[str, Any] = {"files": files, "done": max(workers.done)}
     write_json(partial / f"rank-{ranks.rank:03d}.json", note)
     if ranks.rank:
         return partial.name
     write_json(partial / "state.json", asdict(progress))
     notes = _wait_for_notes(partial, ranks.world, patience)
-    manifest = {"state.json": _sha256(partial / "state.json")}
+    manifest: dict[str, str] = {"state.json": _sha256(partial / "state.json")}
     for note in notes:
         manifest |= note["files"]
     for path in partial.glob("rank-*"):
@@ -740,6 +743,28 @@ def open_source(config: Config) -> data.Source:
     )
 
 
+def shard_module(module: torch.nn.Module, ranks: diloco.Ranks, dtype: str) -> None:
+    """Shard a module's parameters over the ranks of this worker with FSDP2.
+
+    Args:
+        module: a block, or the model after its blocks; its parameters become DTensors, fp32.
+        ranks: the launch; S above 1.
+        dtype: of computation: with bf16 the parameters are gathered as bf16. Gradients are summed
+            in fp32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # cast_forward_inputs would round the rotary tables to bf16.
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16 if dtype == "bf16" else None, torch.float32, cast_forward_inputs=False
+    )
+    fully_shard(module, mesh=ranks.mesh["shard"], mp_policy=policy)
+    # The loss is divided by the whole worker's targets, so the shards' gradients add up. gloo knows
+    # no PREMUL_SUM, which the factor would become.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
 def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> diloco.Workers:
     """Model, inner optimizer and workers of a run.
 
@@ -754,17 +779,25 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     if config.init_from:
         size, weights = load_weights(Path(config.init_from))
     data.check_vocabulary(source, size.vocab_size)
-    network = model.Transformer(size, config.activation_checkpointing)
+    with torch.device("meta"):
+        network = model.Transformer(size, config.activation_checkpointing)
+    for module in (*network.blocks, network):  # one after the other: the whole is never on one GPU
+        module.to_empty(device=ranks.device, recurse=False)
+        if ranks.ranks_per_worker > 1:
+            shard_module(module, ranks, config.dtype)
     if weights is None:
         network.init_weights(config.seed)
     else:
-        network.load_state_dict(weights)
-    network = network.to(ranks.device)
-    groups = [
-        {"params": [p for n, p in network.named_parameters() if model.decayed(n, p)]},
-        {"params": [p for n, p in network.named_parameters() if not model.decayed(n, p)]},
+        for name, parameter in network.named_parameters():
+            model.assign(parameter, weights.pop(name))
+    named = list(network.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for name, p in named if model.decayed(name, p) == decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
     ]
-    groups[0]["weight_decay"], groups[1]["weight_decay"] = config.weight_decay, 0.0
     betas = (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     compiled = config.compile if config.compile is not None else ranks.device.type == "cuda"
@@ -812,14 +845,15 @@ def interval_rows(
         Rows with `step loss tokens lr grad_norm`.
     """
     rows = []
-    sums, rules = statistics.records.sum(0), config.rules
-    for offset, (loss, targets, tokens, norm) in enumerate(sums.tolist()):
+    sums = statistics.records.sum(0)
+    lrs = statistics.records[0, :, 4].tolist()
+    for offset, (loss, targets, tokens, norm, _) in enumerate(sums.tolist()):
         rows.append(
             {
                 "step": planned.step + offset + 1,
                 "loss": loss / targets if targets else math.nan,
                 "tokens": int(tokens),
-                "lr": autoloco.inner_lr(rules, planned.step + offset),
+                "lr": lrs[offset],
                 "grad_norm": norm / config.workers,
             }
         )
@@ -874,7 +908,7 @@ def train(
         observation = autoloco.Observation(
             statistics.drift,
             statistics.coherence,
-            autoloco.exposure(rules, planned.step, planned.steps),
+            math.fsum(statistics.records[0, :, 4].tolist()),  # the rates that were really used
             int(statistics.records[..., 2].sum()),
         )
         progress.state, decision = autoloco.complete(rules, progress.state, planned, observation)
@@ -928,7 +962,8 @@ def finish(
     Returns:
         The summary.
     """
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
     tail = losses[-max(1, len(losses) // 50) :]
     known = [loss for loss in tail if loss is not None]
     summary = totals(config, progress.intervals, progress.payload_bytes) | {

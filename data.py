@@ -620,12 +620,15 @@ def local_shards(path: Path) -> tuple[list[Shard], list[Shard]]:
     return shards
 
 
-def hub_shards(data: str, facts: dict[str, Any]) -> tuple[list[Shard], list[Shard]]:
+def hub_shards(
+    data: str, facts: dict[str, Any], revision: str = ""
+) -> tuple[list[Shard], list[Shard]]:
     """Training and validation shards of C4 (en) or UltraChat-200k through `datasets`.
 
     Args:
         data: "c4" (its files as streams) or "ultrachat" (two tables).
         facts: Gets the revision.
+        revision: The one to read; "" for the latest.
 
     Returns:
         Training shards and validation shards.
@@ -642,7 +645,8 @@ def hub_shards(data: str, facts: dict[str, Any]) -> tuple[list[Shard], list[Shar
     try:
         if not constants.HF_HUB_OFFLINE:  # offline, a table may still be in the hub's own cache
             url = f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha"
-            facts["revision"] = _reach(url, message).json()["sha"]
+            latest = _reach(url, message).json()["sha"]
+            facts["revision"] = revision or latest
         import datasets  # takes 1 to 6 s, so after the check
 
         for split in ("train", "validation") if streamed else ("train_sft", "test_sft"):
@@ -894,6 +898,7 @@ def open_source(
     val_documents: int,
     chat: bool,
     init_from: str,
+    revision: str = "",
 ) -> Source:
     """Open the data of a run.
 
@@ -909,6 +914,7 @@ def open_source(
         chat: Read conversations (`messages`); loss on the assistant's tokens.
         init_from: Folder of the initial weights, or "". A `tokenizer.model` in it or in its
             `original/` is preferred to one beside local data: the weights were trained with it.
+        revision: Of a dataset on the hub, for a resume; "" for the latest.
 
     Returns:
         The source.
@@ -936,7 +942,7 @@ def open_source(
     parts = ("", "")
     hub = data in ("c4", "ultrachat")
     if hub:
-        training, held = hub_shards(data, facts)
+        training, held = hub_shards(data, facts, revision)
     else:
         if data in NAMED:
             corpus = build_corpus()

@@ -150,7 +150,11 @@ def parse_intervals(text: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------- ranks
 
 
-class LostPeer(RuntimeError):
+class Failure(RuntimeError):
+    """The run cannot go on, and it is not the user's mistake: one line for them, no traceback."""
+
+
+class LostPeer(Failure):
     """Another rank is gone or did not arrive in time; the message names it."""
 
 
@@ -170,7 +174,6 @@ class Ranks:
         device: of parameters and computation.
         timeout: how long a synchronisation waits for the slowest rank.
         store: key-value store of the launch; None in a single process.
-        control: gloo group for scalars; None in a single process.
         wire_device: where encoded bytes travel from: the CPU under gloo.
     """
 
@@ -181,11 +184,11 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: timedelta = timedelta(minutes=30)
     store: Any = None
-    control: Any = None
     wire_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: Any = None
     bytes_sent: int = 0
-    met: list[str] = field(default_factory=list)
+    met: dict[range, list[str]] = field(default_factory=dict)
+    next_look: float = 0.0
 
     @property
     def groups(self) -> int:
@@ -196,6 +199,17 @@ class Ranks:
     def shard(self) -> int:
         """Which shard of its worker this rank holds."""
         return self.rank % self.ranks_per_worker
+
+    @property
+    def everyone(self) -> range:
+        """All ranks."""
+        return range(self.world)
+
+    @property
+    def shards(self) -> range:
+        """The ranks that share this one's worker: with S = 1 only itself."""
+        first = self.rank - self.shard
+        return range(first, first + self.ranks_per_worker)
 
     @property
     def hosted(self) -> range:
@@ -229,28 +243,55 @@ class Ranks:
         Raises:
             LostPeer: naming the rank that is gone.
         """
-        operations, peers = [], []
+        operations = []
         for peer, message in sends.items():
             if message.numel():
                 operations.append(dist.P2POp(dist.isend, message, peer))
-                peers.append(peer)
                 self.bytes_sent += message.numel() * message.element_size()
         for peer, target in receives.items():
             if target.numel():
                 operations.append(dist.P2POp(dist.irecv, target, peer))
-                peers.append(peer)
-        finished = 0
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-            for work in works:  # nccl gives one for all of them
+            for work in dist.batch_isend_irecv(operations) if operations else []:
                 work.wait()
-                finished += 1
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise LostPeer(
-                f"lost rank {peers[finished]} in an exchange, or it took longer than "
-                f"--timeout-minutes ({reason})"
-            ) from None
+            raise self._lost(str(error).splitlines()[0], self.everyone) from None
+
+    def _any_shard(self, stop: bool) -> bool:
+        """Whether a rank of this worker knows of a signal. They are near each other, the store may
+        be behind the slow link.
+        """
+        if len(self.shards) == 1:
+            return stop
+        flag = torch.tensor(int(stop))
+        try:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+        except RuntimeError as error:
+            raise self._lost(str(error).splitlines()[0], self.shards) from None
+        return bool(flag)
+
+    def _lost(self, reason: str, party: range) -> LostPeer:
+        """Name the ranks that are gone: a failed exchange fails on all others, and they report.
+
+        The error itself is no help: it has an address, maybe of a rank that left because it saw the
+        failure first.
+        """
+        self.store.set(f"left/{self.rank}", "")
+        for _ in range(30):
+            time.sleep(0.1)
+            absent = [r for r in party if not self.store.check([f"left/{r}"])]
+            if len(absent) < 2:
+                break
+        names = ", ".join(map(str, absent)) or "unknown"
+        return self._leave(
+            f"lost rank {names} in an exchange: gone, or slower than --timeout-minutes ({reason})"
+        )
+
+    def _leave(self, reason: str) -> LostPeer:
+        """Without torchrun rank 0 holds the store, in which the others read why it leaves."""
+        if self.rank == 0:
+            time.sleep(2)
+        return LostPeer(reason)
 
     def share(self, text: str) -> str:
         """Rank 0's text, on every rank."""
@@ -258,53 +299,69 @@ class Ranks:
             return text
         if self.rank == 0:
             self.store.set("shared text", text)
+        self.store.wait(["shared text"], self.timeout)
         return self.store.get("shared text").decode()
 
-    def meet(self, key: str, stopping: Callable[[], bool], *, arrive: bool) -> None:
-        """Go on together, or stop together: every rank follows whoever settles `key` first.
+    def asked_to_stop(self, stopping: Callable[[], bool]) -> bool:
+        """Whether a signal came to some rank: to this one, which then tells the others, or to
+        another, for which this one looks once a second.
+        """
+        if self.store is None:
+            return stopping()
+        if stopping():
+            self.store.set("stop", "")
+        elif time.monotonic() < self.next_look:
+            return False
+        self.next_look = time.monotonic() + 1
+        return self.store.check(["stop"])
 
-        The last rank to arrive settles it with "go", one that was asked to stop with "stop", so no
-        rank enters a collective that another one will not join. Nothing travels while the workers
+    def meet(self, key: str, stopping: Callable[[], bool], party: range) -> None:
+        """Go on together, or stop together: every rank of the party follows whoever settles `key`
+        first.
+
+        The last one to arrive settles it with "go", one that learns of a signal with "stop", one that
+        waited too long with the names of the absent, so no rank enters a collective that another
+        one will not join. One worker's ranks do not use the store: nothing travels while workers
         train apart.
 
         Args:
-            key: names the meeting, the same on all ranks.
+            key: names the meeting, the same on all ranks of the party.
             stopping: whether this rank was asked to stop.
-            arrive: False on the way there: then only an own signal counts, and settles it.
+            party: the ranks that meet.
         Raises:
-            Stop: all ranks stop here.
+            Stop: all of the party stop here.
             LostPeer: naming the ranks that did not arrive within the timeout.
         """
-        settled = f"{key}/settled"
-        if self.store is None or not arrive:
-            if stopping():
-                if self.store is not None:
-                    self.store.compare_set(settled, "", "stop")
+        stop = self.asked_to_stop(stopping)
+        if party == self.shards:
+            if self._any_shard(stop):
                 raise Stop
             return
-        arrived = self.store.add(f"{key}/arrived", 1)
+        settled = f"{key}/settled"
+        if stop:  # "go" takes this rank's arrival, so it cannot have been settled yet
+            self.store.compare_set(settled, "", "stop")
         self.store.set(f"{key}/{self.rank}", "")
-        if arrived == self.world:
+        if self.store.add(f"{key}/arrived", 1) == len(party):
             self.store.compare_set(settled, "", "go")
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self.store.check([settled]):
             try:
                 self.store.wait([settled], timedelta(seconds=1))
             except dist.DistStoreError:
-                if stopping():
+                if self.asked_to_stop(stopping):
                     self.store.compare_set(settled, "", "stop")
                 elif time.monotonic() > deadline:
-                    absent = [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
-                    names = ", ".join(map(str, absent))
-                    raise LostPeer(
-                        f"rank {names} did not arrive within --timeout-minutes"
-                    ) from None
-        if self.store.get(settled) == b"stop":
+                    absent = [str(r) for r in party if not self.store.check([f"{key}/{r}"])]
+                    self.store.compare_set(settled, "", ", ".join(absent) or "go")
+        outcome = self.store.get(settled).decode()
+        if outcome == "stop":
             raise Stop
-        if self.rank == 0:  # everyone is here, so everyone has read the meeting before
-            for old in self.met:
+        if outcome != "go":
+            raise self._leave(f"rank {outcome} did not arrive within --timeout-minutes")
+        if self.rank == party[0]:  # all are here, so all have read the meeting before
+            for old in self.met.get(party, ()):
                 self.store.delete_key(old)
-        self.met = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in range(self.world))]
+        self.met[party] = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in party)]
 
 
 def launched_ranks() -> tuple[int, int, int, int]:
@@ -346,15 +403,18 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
         return ranks, words
     nccl = bool(gpus) and local_world <= gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
+    ranks.timeout = max(timeout, timedelta(minutes=10))
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=ranks.timeout)))
     # A restarted launch keeps its store: a prefix keeps its keys apart from those of the attempt
     # that died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ranks.store = dist.PrefixStore(f"autoloco-{attempt}", store)
+    ranks.meet("start", lambda: False, ranks.everyone)
+    ranks.timeout = timeout
     dist.init_process_group(
         backend, store=ranks.store, rank=rank, world_size=world, timeout=timeout
     )
-    ranks.control = dist.new_group(backend="gloo", timeout=timeout)
     ranks.wire_device = device if nccl else torch.device("cpu")
     if ranks_per_worker > 1:
         shape = (world // ranks_per_worker, ranks_per_worker)
@@ -362,9 +422,14 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
     return ranks, f"{words}, {world} ranks over {'nccl' if nccl else 'gloo'}"
 
 
+def connected() -> bool:
+    """Whether this process has joined others."""
+    return dist.is_initialized()
+
+
 def disconnect() -> None:
     """Leave the process group, if there is one."""
-    if dist.is_initialized():
+    if connected():
         dist.destroy_process_group()
 
 
@@ -372,7 +437,7 @@ def disconnect() -> None:
 
 
 class Wire:
-    """The mean of one tensor list per worker, every part through the codec.
+    """The mean of one tensor list per worker, every part through the codec (G).
 
     All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, all-gather
     (SPEC section 7). Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to
@@ -645,7 +710,10 @@ class Workers:
         self.done = [0] * len(ranks.hosted)  # steps of this interval, by hosted worker
         self.records = torch.zeros(len(ranks.hosted), 0, RECORD, dtype=torch.float64)
 
-    every_step = False  # whether the ranks meet at every step
+    @property
+    def party(self) -> range:
+        """The ranks that meet before every step, since collectives run inside it."""
+        return self.ranks.shards
 
     def begin(self, steps: int) -> None:
         """Start an interval of `steps` local steps."""
@@ -925,13 +993,16 @@ class LocalUpdate(Workers):
 class DataParallel(Workers):
     """The DDP baseline (E.2): one model per rank, gradients averaged every step, equal weights."""
 
-    every_step = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared = [local_tensor(p) for p in self.parameters]
         self._pending: list[tuple[Tensor, int, int]] = []
         self._gradients: list[list[Tensor | None]] = []
+
+    @property
+    def party(self) -> range:
+        """All ranks: they average gradients at every step."""
+        return self.ranks.everyone
 
     def shared_state(self) -> dict[str, Tensor]:
         """Parameters and the one AdamW state."""
@@ -965,9 +1036,12 @@ class DataParallel(Workers):
         self._pending, self._gradients = [], []
 
     def synchronise(self, plan: autoloco.Plan) -> Statistics:
-        """Collect the interval's records. The workers never part: drift 0, coherence 1."""
+        """Collect the interval's records. The workers never part: drift 0, coherence 1. A step
+        whose gradient was not finite was skipped, and counts against all of them.
+        """
         records, _ = self._reduce(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
-        return Statistics(0.0, 1.0, 0.0, records, ())
+        finite = records.isfinite().all(2).all(1).tolist()
+        return Statistics(0.0, 1.0, 0.0, records, tuple(k for k, ok in enumerate(finite) if not ok))
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -995,7 +1069,7 @@ def agree(ranks: Ranks, values: dict[str, Callable[[], int] | int]) -> None:
         ranks: the launch.
         values: name -> 64-bit integer.
     Raises:
-        RuntimeError: naming the value and the ranks that differ from the first.
+        Failure: naming the value and the ranks that differ from the first.
     """
     mine = torch.tensor([v() if callable(v) else v for v in values.values()], dtype=torch.int64)
     rows = ranks.gather(mine)
@@ -1005,4 +1079,4 @@ def agree(ranks: Ranks, values: dict[str, Callable[[], int] | int]) -> None:
             differ = (group[:, column] != group[0, column]).nonzero().flatten().tolist()
             if differ:
                 which = ", ".join(str(g * ranks.ranks_per_worker + shard) for g in differ)
-                raise RuntimeError(f"{name}: rank {which} differs from rank {shard}")
+                raise Failure(f"{name}: rank {which} differs from rank {shard}")

@@ -1,7 +1,8 @@
-"""Look at a finished run: its loss, a sample, its weights for other programs.
+"""Look at a finished run: its loss, a sample, downstream tasks, its weights for other programs.
 
     python eval.py loss RUN                   # token-averaged loss, bits per byte
     python eval.py sample RUN --prompt TEXT
+    python eval.py tasks RUN --tasks ifeval,mmlu_pro,bbh,ifbench --task-path DIR
     python eval.py export RUN DIR             # a Hugging Face Llama folder
 
 RUN is a run folder; its latest whole checkpoint is read. Draws from its own generator.
@@ -10,15 +11,29 @@ RUN is a run folder; its latest whole checkpoint is read. Draws from its own gen
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
+import tiktoken
 import torch
 from torch import Tensor
 
+import data
 import diloco
 import model
 import train
+
+HARNESS = "lm_eval[ifeval]==0.4.13"  # EleutherAI's lm-evaluation-harness: optional, `tasks` only
+# What the paper reports (E.3): IFEval and IFBench; MMLU-Pro and BBH; HumanEval+. Of a task that
+# has one of them only these are kept, of any other task all metrics.
+PAPER_METRICS = {"prompt_level_strict_acc", "prompt_level_loose_acc", "exact_match", "pass@1"}
 
 
 def open_run(path: Path) -> tuple[train.Config, model.Transformer]:
@@ -29,14 +44,12 @@ def open_run(path: Path) -> tuple[train.Config, model.Transformer]:
     Returns:
         The run's config, and the model in fp32 on the best device.
     Raises:
-        ValueError: no run there, or no whole checkpoint.
+        ValueError: no run there, one of another version, or no whole checkpoint.
     """
-    if not (path / "config.json").exists():
-        raise ValueError(f"{path}: is no run folder")
-    config = train.Config(**train.read_json(path / "config.json")["config"])
+    config = train.load_config(path)
     size, weights = train.load_weights(path)
     network = model.Transformer(size)
-    network.load_state_dict(weights)
+    network.load_state_dict(dict(weights))
     return config, network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -46,101 +59,487 @@ def loss(path: Path) -> dict[str, float]:
     Args:
         path: a run folder.
     Returns:
-        `val_loss` in nats a token, `bits_per_byte`, `val_tokens`.
+        `val_loss` in nats a token (after fine-tuning, an assistant token), `bits_per_byte`,
+        `val_tokens`.
     """
     config, network = open_run(path)
     ranks = diloco.Ranks(0, 1, config.workers, device=network.embedding.device)
-    return train.validate(network, train.open_source(config), ranks, config.dtype)
+    revision = train.read_facts(path)["data"].get("revision", "")  # of a dataset on the hub
+    return train.validate(network, train.open_source(config, revision), ranks, config.dtype)
+
+
+# ---------------------------------------------------------------- text
 
 
 @torch.no_grad()
 def generate(
     network: model.Transformer,
-    prompt: Tensor,
+    prompts: Tensor,
     most: int,
+    finished: Callable[[list[int]], bool],
     *,
-    stop: int,
-    temperature: float = 1.0,
+    temperature: float = 0.0,
     top_k: int = 0,
     seed: int = 0,
-) -> list[int]:
-    """Continue a prompt token by token, with a key-value cache.
+) -> list[list[int]]:
+    """Continue prompts of one length token by token, with a key-value cache.
+
+    Equal lengths need neither padding nor a mask: a row's text is what it would be alone.
 
     Args:
         network: the model.
-        prompt: (T,) int64, at least one token.
-        most: largest number of new tokens.
-        stop: token that ends the text.
+        prompts: (B, T) int64, T at least 1.
+        most: largest number of new tokens of a row.
+        finished: told a row's new tokens, the last one just drawn: whether the row ends there.
         temperature: 0 takes the likeliest token.
         top_k: draw from the k likeliest; 0 from all.
         seed: of the own generator.
     Returns:
-        The new tokens, without `stop`.
+        The new tokens of each row, the one that finished it included.
     """
-    device = network.embedding.device
-    generator = torch.Generator(device).manual_seed(seed)
-    cache, inputs, new = model.Cache(), prompt[None].to(device), []
-    for _ in range(min(most, network.config.max_seq_len - len(prompt))):
-        logits = network.logits(inputs, cache, last=True)[0, -1]
+    generator = torch.Generator(network.embedding.device).manual_seed(seed)
+    cache, inputs = model.Cache(), prompts.to(network.embedding.device)
+    new: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # those that go on, in the order of `inputs`
+    for _ in range(min(most, network.config.max_seq_len - prompts.shape[1])):
+        logits = network.logits(inputs, cache, last=True)[:, -1]  # (B, V)
         if temperature == 0:
-            token = logits.argmax()
+            inputs = logits.argmax(-1, keepdim=True)  # (B, 1)
         else:
             if top_k:
-                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
-            weights = (logits / temperature).softmax(0)
-            token = torch.multinomial(weights, 1, generator=generator)[0]
-        if int(token) == stop:
+                least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -torch.inf)
+            weights = (logits / temperature).softmax(-1)
+            inputs = torch.multinomial(weights, 1, generator=generator)
+        for row, token in zip(rows, inputs.view(-1).tolist(), strict=True):
+            new[row].append(token)
+        going = [at for at, row in enumerate(rows) if not finished(new[row])]
+        if not going:
             break
-        new.append(int(token))
-        inputs = token.view(1, 1)
+        if len(going) < len(rows):
+            rows, inputs = [rows[at] for at in going], inputs[going]
+            cache.keys = {layer: keys[going] for layer, keys in cache.keys.items()}
+            cache.values = {layer: values[going] for layer, values in cache.values.items()}
     return new
 
 
-def sample(path: Path, prompt: str, most: int, temperature: float, top_k: int, seed: int) -> str:
-    """Text that a run's model continues `prompt` with; arguments as for `generate`."""
-    config, network = open_run(path)
-    source = train.open_source(config)
-    tokens = torch.tensor([source.eot, *source.tokenizer.encode_ordinary(prompt)])
+@torch.no_grad()
+def log_likelihoods(
+    network: model.Transformer, context: Sequence[int], continuations: Sequence[Sequence[int]]
+) -> list[tuple[float, bool]]:
+    """log p(continuation | context) of the answers to one question, which is read once.
+
+        sum over i of log p(y_i | context, y_1 .. y_{i-1})
+
+    Args:
+        network: the model.
+        context: token ids x, at least one.
+        continuations: token ids y of each answer.
+    Returns:
+        Of each answer the sum in nats, and whether each of its tokens is the likeliest.
+    """
+
+    def tensor(ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, device=network.embedding.device)
+
+    read = model.Cache()
+    first = network.logits(tensor(context)[None], read, last=True)[0]  # (1, V)
+    found = []
+    for y in continuations:
+        logits = first
+        if len(y) > 1:
+            cache = model.Cache()  # a branch: extending it leaves `read` as it is
+            cache.length, cache.keys, cache.values = read.length, {**read.keys}, {**read.values}
+            logits = torch.cat((first, network.logits(tensor(y[:-1])[None], cache)[0]))
+        logits, targets = logits[: len(y)], tensor(y).long()  # (len(y), V), (len(y),)
+        nats = logits.log_softmax(-1).gather(1, targets[:, None]).sum(dtype=torch.float64)
+        found.append((float(nats), bool((logits.argmax(-1) == targets).all())))
+    return found
+
+
+def open_tokenizer(config: train.Config) -> tuple[tiktoken.Encoding, int, set[int]]:
+    """Tokenizer of a run without its data, which may be far away.
+
+    Args:
+        config: of the run.
+    Returns:
+        The encoding; the token that begins a text; those that end one, in chat a turn's end too.
+    """
+    folders = [Path(config.init_from), Path(config.init_from, "original")]
+    path = Path(config.data)
+    folders = folders * bool(config.init_from) + [path if path.is_dir() else path.parent]
+    encoding, _ = data.load_tokenizer(config.tokenizer, folders)
+    gpt2 = encoding.name == "gpt2"
+    begin, end, *_, turn = data.GPT2_SPECIALS * 3 if gpt2 else data.BYTE_SPECIALS
+    token = encoding.encode_single_token
+    return encoding, token(begin), {token(end), token(turn) if config.chat else token(end)}
+
+
+def render_chat(messages: Sequence[dict[str, str]], reply: bool = True) -> str:
+    """A conversation as text in the format of `data.encode_chat`, special tokens by name.
+
+    Args:
+        messages: `role` and `content` of each turn.
+        reply: begin an assistant's turn at the end; else leave the last turn open.
+    Returns:
+        The text. Its special tokens must be parsed, so unlike in training a message that spells
+        one has it: the harness passes prompts on as text.
+    """
+    begin, _, start, end, turn = data.BYTE_SPECIALS
+    text = begin
+    for message in messages:
+        text += f"{start}{message['role']}{end}\n\n{message['content'].strip()}{turn}"
+    return f"{text}{start}assistant{end}\n\n" if reply else text.removesuffix(turn)
+
+
+def sample(
+    run: Path,
+    prompt: str = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> str:
+    """A prompt and the run's continuation, after fine-tuning its answer.
+
+    Args:
+        run: a run folder.
+        prompt: text.
+        tokens: largest number of new tokens.
+        temperature: 0 takes the likeliest token.
+        top_k: draw from the k likeliest; 0 from all.
+        seed: of the draw.
+    Returns:
+        The text.
+    Raises:
+        ValueError: a number out of range, or a prompt longer than the model reads.
+    """
+    if temperature < 0 or tokens < 1 or top_k < 0:
+        raise ValueError("--temperature and --top-k: not below 0, --tokens: at least 1")
+    config, network = open_run(run)
+    encoding, begin, ends = open_tokenizer(config)
+    ids = [begin, *data.encode(encoding, prompt).tolist()]
+    if config.chat:
+        turn = render_chat([{"role": "user", "content": prompt}])
+        ids = encoding.encode(turn, allowed_special="all")
+    if len(ids) >= network.config.max_seq_len:
+        raise ValueError(f"--prompt: {len(ids)} tokens, too many for {run}")
+    draw: dict[str, Any] = dict(temperature=temperature, top_k=top_k, seed=seed)
+    [new] = generate(network, torch.tensor([ids]), tokens, lambda new: new[-1] in ends, **draw)
+    answer = encoding.decode([token for token in new if token not in ends])
+    return prompt + "\n\n" * config.chat + answer
+
+
+# ---------------------------------------------------------------- downstream tasks
+
+
+def harness_model(network: model.Transformer, config: train.Config, batch_size: int) -> Any:
+    """A run's model behind the harness's interface `TemplateLM`.
+
+    Args:
+        network: the model.
+        config: of its run.
+        batch_size: most prompts that are continued together.
+    Returns:
+        A `TemplateLM`, whose log-likelihoods are in nats.
+    """
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+
+    encoding, begin, ends = open_tokenizer(config)
     longest = network.config.max_seq_len
-    if len(tokens) >= longest:
-        raise ValueError(f"--prompt: {len(tokens)} tokens, the model reads {longest}")
-    options = dict(temperature=temperature, top_k=top_k, seed=seed)
-    return source.tokenizer.decode(generate(network, tokens, most, stop=source.end, **options))
+
+    def ended(stops: tuple[str, ...], new: list[int]) -> bool:
+        return new[-1] in ends or any(stop in encoding.decode(new) for stop in stops)
+
+    class Model(TemplateLM):
+        eot_token_id = min(ends)
+        prefix_token_id = begin  # what a text without a context is conditioned on
+        tokenizer_name = encoding.name
+        cut = 0  # contexts that had to be shortened
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return render_chat(chat_history, add_generation_prompt)
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
+            if config.chat and string.startswith(data.BYTE_SPECIALS[0]):  # from `render_chat`
+                return encoding.encode(string, allowed_special="all")
+            ids = data.encode(encoding, string).tolist()
+            return ids if add_special_tokens is False else [begin, *ids]
+
+        def fit(self, context: list[int], most: int) -> tuple[int, ...]:
+            """The context's last tokens, which are nearest to the answer."""
+            self.cut += len(context) > most
+            return tuple(context[-most:])
+
+        def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
+            pairs = []
+            for _, context, answer in requests:
+                if len(answer) > longest:
+                    raise ValueError(f"an answer of {len(answer)} tokens, too many for this model")
+                pairs.append((self.fit(context, longest + 1 - max(1, len(answer))), answer))
+            found = []
+            for context, alike in groupby(tqdm(pairs, disable=None), key=lambda pair: pair[0]):
+                found += log_likelihoods(network, context, [answer for _, answer in alike])
+            return found
+
+        def loglikelihood_rolling(self, requests: list, **_: Any) -> list[float]:
+            sums = []
+            for request in tqdm(requests, disable=None):
+                ids = self.tok_encode(request.args[0], add_special_tokens=False)
+                windows = get_rolling_token_windows(ids, begin, longest, context_len=1)
+                pairs = [make_disjoint_window(window) for window in windows]
+                sums.append(sum(log_likelihoods(network, x, [y])[0][0] for x, y in pairs))
+            return sums
+
+        def generate_until(self, requests: list, **_: Any) -> list[str]:
+            jobs = []
+            for place, request in enumerate(requests):
+                options: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1], 256))
+                if options["do_sample"]:
+                    raise ValueError(f"{request.task_name}: draws its texts; only greedy ones here")
+                # Half of the positions are the prompt's, however much a task wants to generate.
+                room = max(longest - options["max_gen_toks"], longest // 2)
+                prompt = self.fit(self.tok_encode(request.args[0]), room)
+                stops = tuple(stop for stop in options["until"] if stop)
+                jobs.append((-len(prompt), options["max_gen_toks"], stops, place, prompt))
+            texts = [""] * len(jobs)
+            progress = tqdm(total=len(jobs), disable=None)
+            for (_, most, stops), group in groupby(sorted(jobs), key=lambda job: job[:3]):
+                rows = list(group)
+                for batch in (rows[at : at + batch_size] for at in range(0, len(rows), batch_size)):
+                    prompts = torch.tensor([job[-1] for job in batch])
+                    news = generate(network, prompts, most, partial(ended, stops))
+                    for job, new in zip(batch, news, strict=True):
+                        text = encoding.decode([token for token in new if token not in ends])
+                        for stop in stops:
+                            text = text.split(stop)[0]
+                        texts[job[3]] = text
+                    progress.update(len(batch))
+            return texts
+
+    return Model()
+
+
+def find_tasks(names: Sequence[str], folder: Path | None) -> tuple[Any, bool]:
+    """The harness's index of tasks.
+
+    Args:
+        names: tasks, groups or tags that it must have.
+        folder: of local task YAML; its tasks come before the library's of the same name.
+    Returns:
+        A `TaskManager`, and whether all the names are local, so that nothing needs the hub.
+    Raises:
+        ValueError: a name is unknown; the near ones are named.
+    """
+    from lm_eval import __version__
+    from lm_eval.tasks import TaskManager
+
+    own = "none"
+    if folder:
+        if not folder.is_dir():
+            raise ValueError(f"--task-path {folder}: is no folder")
+        local = TaskManager(include_path=folder, include_defaults=False)
+        own = ", ".join(local.all_tasks) or own
+        groups = [local.task_index[group].cfg or {} for group in local.all_groups]
+        members = [one for group in groups for one in group["task"] if isinstance(one, str)]
+        if set(local.all_tasks).issuperset([*names, *members]):
+            return local, True  # without the 8 s of indexing the library's own 14,000 tasks
+    manager = TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.all_tasks:
+            known = [other for other in manager.all_tasks if other[:2] == name[:2]]
+            near = ", ".join(get_close_matches(name, known, 5, 0)) or "none"
+            raise ValueError(
+                f"--tasks {name}: lm_eval {__version__} has no such task, near ones are {near}; "
+                + (f"{folder} has {own}" if folder else "--task-path DIR adds local ones")
+            )
+    return manager, False
+
+
+def tasks(
+    run: Path,
+    names: Sequence[str],
+    task_path: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    chat: bool | None = None,
+    allow_code: bool = False,
+) -> list[dict[str, Any]]:
+    """Downstream tasks (E.3) through lm-evaluation-harness, with its few-shot settings.
+
+    The summary of the paper says "few-shot settings" without numbers, so each task keeps the
+    library's: ifeval 0, mmlu_pro 5, bbh 3 with chains of thought, humaneval_plus 0.
+
+    Args:
+        run: a run folder; its `tasks.json` is extended by the rows returned.
+        names: tasks or groups, such as mmlu_pro.
+        task_path: folder of task YAML; if it has all `names`, nothing is looked up on the hub.
+        limit: only the first documents of each task.
+        batch_size: most prompts that are continued together.
+        chat: put prompts into the chat format; by default for a fine-tuned run.
+        allow_code: run the programs that the model writes, unprotected.
+    Returns:
+        A row a metric: `task metric filter value stderr n shots limit chat checkpoint lm_eval`;
+        stderr is None where the library has none.
+    Raises:
+        ValueError: the library is missing, a task unknown or its data out of reach, or code not
+            allowed.
+    """
+    if batch_size < 1 or (limit is not None and limit < 1):
+        raise ValueError("--limit and --batch-size: at least 1")
+    try:
+        import datasets
+        import evaluate
+        import lm_eval
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise ValueError(f"tasks needs a library, pip install '{HARNESS}' ({error})") from error
+    config = train.load_config(run)
+    chat = config.chat if chat is None else chat
+    if chat and not config.chat:
+        raise ValueError(f"--chat: {run} was not trained on conversations")
+    file, checkpoint = run / "tasks.json", train.find_checkpoint(run).name
+    earlier = train.read_json(file) if file.exists() else []
+    manager, offline = find_tasks(names, task_path)
+    for name in names:
+        if not allow_code and (manager.task_index[name].cfg or {}).get("unsafe_code"):
+            raise ValueError(f"--tasks {name}: runs what the model writes; give --allow-code")
+    if allow_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the metric of HumanEval asks for
+    if not offline and not constants.HF_HUB_OFFLINE:
+        try:
+            data._reach(constants.ENDPOINT, "{}")
+        except ValueError as error:  # now; the libraries retry each file for 23 s
+            print(f"{error}: reading only what was downloaded before", file=sys.stderr)
+            offline = True
+    if offline:  # not in the environment: these libraries read it when they were imported
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        evaluate.config.HF_EVALUATE_OFFLINE = True
+
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
+    for name in names:
+        try:
+            found = manager.load([name])
+        except Exception as error:  # all that a task file and its data can do wrong
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = f"; pip install '{HARNESS}'" if isinstance(error, ImportError) else ""
+            raise ValueError(f"--tasks {name}: {reason}{remedy}") from error
+        loaded["tasks"] |= found["tasks"]
+        loaded["groups"] |= found["groups"]
+    for name, task in loaded["tasks"].items():
+        # As lm_eval's own command does before it evaluates.
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=1234)
+        if chat and task.get_config("unsafe_code") and not task.get_config("gen_prefix"):
+            print(f"warning: {name} gives code to continue: try --no-chat", file=sys.stderr)
+    _, network = open_run(run)
+    harness = harness_model(network, config, batch_size)
+    narrow = torch.autocast(network.embedding.device.type, torch.bfloat16, config.dtype == "bf16")
+    with torch.no_grad(), narrow:
+        results: Any = lm_eval.evaluate(
+            harness,
+            loaded,
+            limit=limit,
+            bootstrap_iters=1000,  # for metrics that are no means, whose error has no closed form
+            log_samples=False,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=allow_code,
+        )
+    if harness.cut:
+        print(f"warning: {harness.cut} contexts were cut to the model's length", file=sys.stderr)
+
+    def number(value: Any) -> float | None:
+        known = isinstance(value, int | float) and math.isfinite(value)
+        return float(value) if known else None  # the library writes "N/A"
+
+    rows: list[dict[str, Any]] = []
+    common = dict(limit=limit, chat=chat, checkpoint=checkpoint, lm_eval=lm_eval.__version__)
+    parts = [results["group_subtasks"][group] for group in results.get("groups", {})]
+    for name, values in results["results"].items():
+        if name not in names and name in chain(*parts):
+            continue  # its group speaks for it
+        metrics = [key.split(",") for key in values if "," in key and "_stderr," not in key]
+        for metric, answer in [m for m in metrics if m[0] in PAPER_METRICS] or metrics:
+            row: dict[str, Any] = dict(task=name, metric=metric, filter=answer)
+            row["value"] = number(values[f"{metric},{answer}"])
+            row["stderr"] = number(values.get(f"{metric}_stderr,{answer}"))
+            row |= dict(n=values["sample_len"], shots=results["n-shot"].get(name))
+            rows.append(row | common)
+    done = {row["task"] for row in rows}
+    kept = [r for r in earlier if r["checkpoint"] == checkpoint and r["task"] not in done]
+    train.write_json(file, kept + rows)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `tasks` as a Markdown table."""
+    shown = ("task", "metric", "value", "stderr", "n", "shots", "limit", "lm_eval")
+    lines = [shown, ("---",) * len(shown)]
+    for row in rows:
+        cells = (row[name] for name in shown)
+        lines.append(
+            tuple(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: list[str]) -> int:
     """Command line; exit code 2 and one line for the user's mistakes."""
-    parser = argparse.ArgumentParser(prog="eval.py", allow_abbrev=False, description=__doc__)
+    parser = train._Parser(
+        prog="eval.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("loss", help="validation loss and bits per byte")
-    one.add_argument("run", type=Path)
-    one = commands.add_parser("sample", help="continue a text")
-    one.add_argument("run", type=Path)
-    one.add_argument("--prompt", default="", help="text to continue")
-    one.add_argument("--tokens", type=int, default=200, help="largest number of new tokens [200]")
-    one.add_argument("--temperature", type=float, default=0.8, help="0: likeliest token [0.8]")
-    one.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all [50]")
-    one.add_argument("--seed", type=int, default=0, help="of the draw [0]")
-    one = commands.add_parser("export", help="write a Hugging Face Llama folder")
-    one.add_argument("run", type=Path)
-    one.add_argument("dir", type=Path)
-    given = parser.parse_args(argv)
+
+    def command(name: str, words: str) -> Callable[..., Any]:
+        one = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        one.add_argument("run", type=Path, help="run folder")
+        return one.add_argument
+
+    command("loss", "validation loss and bits per byte")
+    add = command("sample", "continue a text")
+    add("--prompt", default="", help="text to continue, or to answer")
+    add("--tokens", type=int, default=200, help="largest number of new tokens [200]")
+    add("--temperature", type=float, default=0.8, help="0: likeliest token [0.8]")
+    add("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all [50]")
+    add("--seed", type=int, default=0, help="of the draw [0]")
+    add = command("tasks", "downstream tasks through lm-evaluation-harness, into RUN/tasks.json")
+    names = {"required": True, "type": lambda text: text.split(","), "dest": "names"}
+    add("--tasks", **names, metavar="NAME,...", help="such as ifeval,mmlu_pro,bbh")
+    add("--task-path", type=Path, help="folder of task YAML, whose data paths count from here")
+    add("--limit", type=int, help="only the first documents of each task")
+    add("--batch-size", type=int, default=8, help="most prompts of one length at once [8]")
+    add("--chat", action=argparse.BooleanOptionalAction, help="chat format [after fine-tuning]")
+    add("--allow-code", action="store_true", help="run what the model writes, unprotected")
+    command("export", "write a Hugging Face Llama folder")("dir", type=Path)
     try:
-        if given.command == "loss":
-            measured = loss(given.run)
+        given = vars(parser.parse_args(argv))
+        called, run = given.pop("command"), given["run"]
+        if called == "loss":
+            measured = loss(run)
             print(
                 f"{measured['val_loss']:.4f} nats a token, {measured['bits_per_byte']:.4f} "
                 f"bits per byte, over {measured['val_tokens']:,.0f} tokens"
             )
-        elif given.command == "sample":
-            if given.temperature < 0 or given.tokens < 1 or given.top_k < 0:
-                raise ValueError("--temperature and --top-k: not below 0, --tokens: at least 1")
-            options = (given.tokens, given.temperature, given.top_k, given.seed)
-            print(given.prompt + sample(given.run, given.prompt, *options))
-        elif given.command == "export":
-            _, network = open_run(given.run)
-            model.save_hf(given.dir, network.config, network.state_dict())
-            print(f"wrote {given.dir}")
+        elif called == "sample":
+            print(sample(**given))
+        elif called == "tasks":
+            print(f"{table(tasks(**given))}\n\nwrote {run / 'tasks.json'}")
+        elif called == "export":
+            _, network = open_run(run)
+            model.save_hf(given["dir"], network.config, network.state_dict())
+            print(f"wrote {given['dir']}")
     except ValueError as error:
         print(f"eval.py: {error}", file=sys.stderr)
         return 2

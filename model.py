@@ -15,8 +15,8 @@ key-value heads, V vocabulary, N positions whose target counts.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,6 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int  # positions
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for numbers that describe no stretching."""
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError("rope_scaling needs 0 < low_freq_factor < high_freq_factor")
-        if not (self.factor > 0 and self.original_max_position_embeddings > 0):
-            raise ValueError("rope_scaling needs a positive factor and original length")
 
 
 @dataclass(frozen=True)
@@ -95,18 +88,10 @@ SIZES = {
     # 215.3M parameters; GPT-2's vocabulary of 50,257 padded to a multiple of 64: A19
     "215m": ModelConfig(50_304, 1024, 13, 16, 16, 2736, tied=True),
     "llama3.1-8b": ModelConfig(
-        128_256,
-        4096,
-        32,
-        32,
-        8,
-        14_336,
-        tied=False,
-        rope_theta=500_000.0,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
-        max_seq_len=131_072,
+        128_256, 4096, 32, 32, 8, 14_336, tied=False, max_seq_len=131_072,
+        rope_theta=500_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
-}
+}  # fmt: skip
 
 
 def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
@@ -381,8 +366,9 @@ class Transformer(nn.Module):
         # which FSDP2 and bf16 casts would touch.
         tables = self._tables
         if tables is None or len(tables[0]) < stop or tables[0].device != device:
-            cos, sin = rotary_tables(self.config, 1 << (stop - 1).bit_length())
-            self._tables = tables = cos.to(device), sin.to(device)
+            with torch.inference_mode(False):  # or training could not use what evaluation made
+                cos, sin = rotary_tables(self.config, 1 << (stop - 1).bit_length())
+                self._tables = tables = cos.to(device), sin.to(device)
         return tables[0][start:stop], tables[1][start:stop]
 
 
@@ -437,9 +423,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 inputs = hidden[chunk].to(dtype)  # (n, C)
                 logits = torch.mm(inputs, narrow.T, out=buffer[: len(chunk)])  # (n, V)
                 # On a CPU a few rows at a time, so that they stay in its cache.
-                for part, target in zip(
-                    logits.split(block), targets[chunk, None].split(block), strict=True
-                ):
+                parts = zip(logits.split(block), targets[chunk, None].split(block), strict=True)
+                for part, target in parts:  # (rows, V), (rows, 1)
                     top, score = part.amax(-1), part.gather(1, target).to(wide)
                     p = torch.softmax(part, -1, dtype=wide)
                     # log sum exp = top - log p(top): saves a second exp; p(top) >= 1/V is exact.
@@ -480,7 +465,7 @@ def assign(parameter: Tensor, value: Tensor) -> None:
         value: of the full shape, equal on all ranks: nothing is communicated.
     """
     if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
+        from torch.distributed.tensor import DTensor, distribute_tensor  # slow import
 
         assert isinstance(parameter, DTensor)
         value = value.to(parameter.device, parameter.dtype)
@@ -517,6 +502,15 @@ def decayed(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2
 
 
+# Fields of ModelConfig under their Hugging Face names.
+HF_FIELDS = dict(
+    vocab_size="vocab_size", width="hidden_size", layers="num_hidden_layers",
+    heads="num_attention_heads", kv_heads="num_key_value_heads", ffn_width="intermediate_size",
+    tied="tie_word_embeddings", rope_theta="rope_theta", norm_eps="rms_norm_eps",
+    max_seq_len="max_position_embeddings",
+)  # fmt: skip
+
+
 def hf_layout(config: ModelConfig) -> dict[str, list[tuple[str, int]]]:
     """The Hugging Face tensors that each parameter stacks.
 
@@ -528,28 +522,20 @@ def hf_layout(config: ModelConfig) -> dict[str, list[tuple[str, int]]]:
         no row is permuted: `rotate` pairs dimensions as Hugging Face does.
     """
     C, ffn, kv = config.width, config.ffn_width, config.kv_heads * config.head_dim
-    layout = {"embedding": [("model.embed_tokens.weight", config.vocab_size)]}
+    layout = {"embedding": [("model.embed_tokens", config.vocab_size)]}
     for i in range(config.layers):
-        own, hf = f"blocks.{i}", f"model.layers.{i}"
-        layout |= {
-            f"{own}.attention_norm": [(f"{hf}.input_layernorm.weight", C)],
-            f"{own}.qkv": [
-                (f"{hf}.self_attn.q_proj.weight", C),
-                (f"{hf}.self_attn.k_proj.weight", kv),
-                (f"{hf}.self_attn.v_proj.weight", kv),
-            ],
-            f"{own}.out": [(f"{hf}.self_attn.o_proj.weight", C)],
-            f"{own}.mlp_norm": [(f"{hf}.post_attention_layernorm.weight", C)],
-            f"{own}.gate_up": [
-                (f"{hf}.mlp.gate_proj.weight", ffn),
-                (f"{hf}.mlp.up_proj.weight", ffn),
-            ],
-            f"{own}.down": [(f"{hf}.mlp.down_proj.weight", C)],
-        }
-    layout["norm"] = [("model.norm.weight", C)]
+        own, hf = f"blocks.{i}.", f"model.layers.{i}."
+        layout[own + "attention_norm"] = [(hf + "input_layernorm", C)]
+        attn = hf + "self_attn."
+        layout[own + "qkv"] = [(attn + "q_proj", C), (attn + "k_proj", kv), (attn + "v_proj", kv)]
+        layout[own + "out"] = [(attn + "o_proj", C)]
+        layout[own + "mlp_norm"] = [(hf + "post_attention_layernorm", C)]
+        layout[own + "gate_up"] = [(hf + "mlp.gate_proj", ffn), (hf + "mlp.up_proj", ffn)]
+        layout[own + "down"] = [(hf + "mlp.down_proj", C)]
+    layout["norm"] = [("model.norm", C)]
     if not config.tied:
-        layout["head"] = [("lm_head.weight", config.vocab_size)]
-    return layout
+        layout["head"] = [("lm_head", config.vocab_size)]
+    return {own: [(f"{hf}.weight", n) for hf, n in parts] for own, parts in layout.items()}
 
 
 def save_hf(path: str | Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
@@ -563,34 +549,19 @@ def save_hf(path: str | Path, config: ModelConfig, state_dict: Mapping[str, Tens
     Raises:
         ValueError: a parameter is missing, unknown or of another shape.
     """
-    expected = parameter_shapes(config)
-    for name in expected | state_dict:
-        found = state_dict[name].shape if name in state_dict else None
-        if found != expected.get(name):
-            expectation = _text(expected.get(name))
-            raise ValueError(f"{path}: cannot export {name}: {_text(found)}, not {expectation}")
+    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
+    if wrong := sorted(dict(shapes.items() ^ parameter_shapes(config).items())):
+        raise ValueError(f"{path}: cannot export: {wrong[0]} is missing, unknown or misshapen")
     tensors: dict[str, Tensor] = {}
     for name, parts in hf_layout(config).items():
         pieces = state_dict[name].detach().contiguous().split([rows for _, rows in parts])
         tensors |= {hf: piece for (hf, _), piece in zip(parts, pieces, strict=True)}
-    scaling = config.rope_scaling and {"rope_type": "llama3", **asdict(config.rope_scaling)}
-    raw = {
+    raw = {hf: getattr(config, own) for own, hf in HF_FIELDS.items()}
+    if config.rope_scaling:  # beside rope_theta: the older layout, which every version reads
+        raw["rope_scaling"] = {"rope_type": "llama3"} | asdict(config.rope_scaling)
+    raw |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "intermediate_size": config.ffn_width,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,  # the older layout: every transformers reads it
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tied,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "torch_dtype": str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
         "bos_token_id": None,  # absent, they would be 1 and 2, which are text to a byte tokenizer
         "eos_token_id": None,
@@ -616,18 +587,18 @@ def load_hf(
         ValueError: one line naming the file that is missing, corrupt, not a Llama's, or at odds
             with config.json.
     """
-    config = read_config(Path(path, "config.json"))
+    config = read_config(Path(path))
     return config, dict(read_weights(Path(path), config, dtype))
 
 
-def read_config(file: Path) -> ModelConfig:
-    """Model shape from a Hugging Face config.json.
+def read_config(folder: Path) -> ModelConfig:
+    """Model shape from the config.json of a Hugging Face folder.
 
     Both layouts of the rotary settings: `rope_theta` beside `rope_scaling`, and, since
     transformers 5, `rope_parameters` with `rope_theta` inside.
 
     Args:
-        file: config.json.
+        folder: where config.json lies.
 
     Returns:
         The model's shape.
@@ -635,55 +606,35 @@ def read_config(file: Path) -> ModelConfig:
     Raises:
         ValueError: one line naming the file and what is wrong.
     """
-    raw = _read_json(file)
+    file = folder / "config.json"
+    raw = _read(file, lambda file: dict(json.loads(file.read_text())))
     try:
-        return _parse_config(raw)
+        raw = {key: value for key, value in raw.items() if value is not None}
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+        for key, value, supported in (
+            ("model_type", raw.get("model_type"), "llama"),
+            ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
+            ("attention_bias", raw.get("attention_bias", False), False),
+            ("mlp_bias", raw.get("mlp_bias", False), False),
+            ("rope_type", rope_type, "default" if rope_type == "default" else "llama3"),
+            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1),
+            ("head_dim", raw.get("head_dim", head_dim), head_dim),
+        ):
+            if value != supported:
+                raise ValueError(f"{key} is {value!r}, but only {supported!r} is supported")
+        # transformers' defaults, where a key is absent
+        raw = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0} | raw
+        raw = {"num_key_value_heads": raw["num_attention_heads"]} | raw | rope
+        scaling = None
+        if rope_type == "llama3":
+            scaling = RopeScaling(*(rope[field.name] for field in fields(RopeScaling)))
+        return ModelConfig(**{own: raw[hf] for own, hf in HF_FIELDS.items()}, rope_scaling=scaling)
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
-
-
-def _parse_config(raw: dict[str, Any]) -> ModelConfig:
-    rope = {"rope_theta": raw.get("rope_theta") or 10_000.0}
-    rope |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    for key, value, supported in (
-        ("model_type", raw.get("model_type"), ["llama"]),
-        ("hidden_act", raw.get("hidden_act", "silu"), ["silu"]),
-        ("attention_bias", raw.get("attention_bias", False), [False, None]),
-        ("mlp_bias", raw.get("mlp_bias", False), [False, None]),
-        ("rope_type", rope_type, ["default", "llama3"]),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0, None]),
-    ):
-        if value not in supported:
-            raise ValueError(f"{key} is {value!r}, supported is {supported[-1]!r}")
-    scaling = None
-    if rope_type == "llama3":
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    heads = int(raw["num_attention_heads"])
-    config = ModelConfig(
-        vocab_size=int(raw["vocab_size"]),
-        width=int(raw["hidden_size"]),
-        layers=int(raw["num_hidden_layers"]),
-        heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        ffn_width=int(raw["intermediate_size"]),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_seq_len=int(raw.get("max_position_embeddings", 2048)),
-    )
-    if raw.get("head_dim") not in (None, config.head_dim):
-        rule = f"hidden_size / num_attention_heads = {config.head_dim}"
-        raise ValueError(f"head_dim is {raw['head_dim']}, supported is {rule}")
-    return config
 
 
 def read_weights(
@@ -704,71 +655,41 @@ def read_weights(
     Raises:
         ValueError: one line naming the file and what is wrong.
     """
-    files = _weight_files(folder)
+    source, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    shards = [source]
+    if not source.exists():
+        if not index.exists():
+            raise ValueError(f"{source}: no such file, nor {index.name}; pickles are not read")
+        names = _read(index, lambda file: json.loads(file.read_text())["weight_map"].values())
+        source, shards = index, [folder / Path(name).name for name in sorted(set(names))]
+    files: dict[str, tuple[Path, Any]] = {}
+    for shard in shards:
+        file = _read(shard, lambda shard: safe_open(shard, framework="pt"))
+        files |= {hf: (shard, file) for hf in file.keys()}
+
     layout, shapes = hf_layout(config), parameter_shapes(config)
     known = {hf for parts in layout.values() for hf, _ in parts}
-    known.add("lm_head.weight")  # a copy, where the head is tied
-    for hf, file in files.items():
-        if hf not in known and not hf.endswith(".rotary_emb.inv_freq"):  # old files have these
-            raise ValueError(f"{file}: {hf} has no place in this model")
-    for own, parts in layout.items():
+    known.add("lm_head.weight")  # some files repeat a tied head
+    for hf, (shard, _) in files.items():
+        if hf not in known and not hf.endswith(".rotary_emb.inv_freq"):  # in old files
+            raise ValueError(f"{shard}: {hf} has no place in this model")
+    for own, full in shapes.items():
         tensors = []
-        for hf, rows in parts:
+        for hf, rows in layout[own]:
             if hf not in files:
-                raise ValueError(f"{folder}: no file has the tensor {hf}")
-            tensor = _read_tensor(files[hf], hf)
-            expected = torch.Size((rows, *shapes[own][1:]))
-            if tensor.shape != expected:
-                found = _text(tensor.shape)
-                raise ValueError(f"{files[hf]}: {hf} is {found}, not {_text(expected)}")
+                raise ValueError(f"{source}: no tensor {hf}")
+            shard, file = files[hf]
+            tensor, shape = file.get_tensor(hf), (rows, *full[1:])
+            if tensor.shape != shape:
+                raise ValueError(f"{shard}: {hf} is {tuple(tensor.shape)}, not {shape}")
             tensors.append(tensor)
         yield own, torch.cat(tensors).to(dtype)  # cat copies, so that no file stays mapped
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    if not index.exists():
-        names = f"neither {single.name} nor {index.name}"
-        raise ValueError(f"{folder}: has {names} (pickled weights are never read)")
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or any(Path(str(n)).name != n for n in names.values()):
-        raise ValueError(f"{index}: weight_map does not name files of this folder")
-    return {hf: folder / name for hf, name in names.items()}
-
-
-def _read_tensor(file: Path, name: str) -> Tensor:
-    with _open(file) as tensors:
-        if name not in tensors.keys():
-            raise ValueError(f"{file}: has no tensor {name}")
-        tensor = tensors.get_tensor(name)
-    if not tensor.is_floating_point():
-        raise ValueError(f"{file}: {name} is {tensor.dtype}, not floating point")
-    return tensor
-
-
-def _open(file: Path) -> Any:
+def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
     try:
-        return safe_open(file, framework="pt")
+        return reader(file)
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file: {error}") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: not readable JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return raw
-
-
-def _text(shape: torch.Size | None) -> str:
-    return "missing" if shape is None else "x".join(map(str, shape))
+    except (OSError, LookupError, AttributeError, TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -11,10 +12,14 @@ import http.server
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,24 +29,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError, asdict, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoloco
 import autoloco as A
 import data
 import diloco
+import eval as evaluation
 import model
+import model as model_module
 import quant
 import train
+from model import IGNORE, SIZES, Cache, ModelConfig, RopeScaling, Transformer
 from quant import BLOCK, CODECS, SLAB, Chunk, chunks, payload_bytes
 
 # =================================================================================================
@@ -1654,6 +1667,8 @@ def test_every_sabotage_names_a_test_of_this_file():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
+    """Bit-identity holds at a fixed number of threads; processes started here inherit it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
 
@@ -1725,7 +1740,8 @@ def oracle(workers, source, plans, optimizer=adamw, outer_lr=0.7, size=SMALL, lr
                 torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 inner.step()
         deltas = [
-            [t - p.detach() for t, p in zip(theta, n.parameters(), strict=True)] for n in models
+            [t - p.detach() for t, p in zip(theta, network.parameters(), strict=True)]
+            for network in models
         ]
         for i, (t, momentum) in enumerate(zip(theta, m, strict=True)):
             mean = deltas[0][i].clone()
@@ -2359,6 +2375,757 @@ def test_int8_refuses_a_message_of_the_wrong_size() -> None:
         CODECS["int8"].encode(torch.zeros(8), 4, torch.empty(12, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="do not encode to"):
         CODECS["int8"].decode(torch.empty(16, dtype=torch.uint8), 3, torch.zeros(8))
+
+
+# =================================================================================================
+# The model and its weights
+# =================================================================================================
+
+
+STRETCHED = RopeScaling(8.0, 1.0, 4.0, 32)  # bends the wavelengths of heads as small as ours
+MODEL_SMALL = ModelConfig(61, 32, 2, 4, 2, 48, tied=True, rope_scaling=STRETCHED, max_seq_len=64)
+KINDS = {
+    "tied": dataclasses.replace(MODEL_SMALL, kv_heads=4, rope_scaling=None),
+    "untied": dataclasses.replace(MODEL_SMALL, kv_heads=4, rope_scaling=None, tied=False),
+    "grouped": dataclasses.replace(MODEL_SMALL, kv_heads=1, rope_scaling=None),
+    "stretched": dataclasses.replace(MODEL_SMALL, tied=False, rope_theta=500_000.0),
+}
+
+
+def make(config: ModelConfig, seed: int = 1) -> Transformer:
+    """A model whose logits are not all but equal, norms included."""
+    model = Transformer(config)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens(config: ModelConfig, *shape: int, seed: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+def gradients(model: Transformer, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+    loss = model(inputs, targets)
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def plain_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:
+    logits = model.logits(inputs)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def chunked(monkeypatch: pytest.MonkeyPatch, rows: int = 3, block: int = 2) -> None:
+    """Makes the models of these tests take the chunked loss, a few rows at a time."""
+    monkeypatch.setattr(model_module, "LARGE_VOCABULARY", 1)
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", {"cpu": rows * 4 * MODEL_SMALL.vocab_size})
+    monkeypatch.setattr(model_module, "CACHE_BYTES", block * 4 * MODEL_SMALL.vocab_size)
+
+
+# Sizes
+
+
+def test_sizes_have_the_published_numbers_of_parameters() -> None:
+    assert model_module.parameter_count(SIZES["llama3.1-8b"]) == 8_030_261_248
+    assert model_module.parameter_count(SIZES["215m"]) == 215_329_792
+    assert 750_000 < model_module.parameter_count(SIZES["tiny"]) < 850_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_shapes_are_those_of_the_model_in_its_order(kind: str) -> None:
+    shapes = model_module.parameter_shapes(KINDS[kind])
+    named = dict(Transformer(KINDS[kind]).named_parameters())
+    assert list(shapes.items()) == [(name, value.shape) for name, value in named.items()]
+    assert ("head" in shapes) == (kind in ("untied", "stretched"))
+
+
+def test_matrices_decay_and_norms_do_not() -> None:
+    named = Transformer(MODEL_SMALL).named_parameters()
+    kept = {name.split(".")[-1] for name, p in named if not model_module.decayed(name, p)}
+    assert kept == {"attention_norm", "mlp_norm", "norm"}
+
+
+def test_config_survives_json() -> None:
+    for config in (*SIZES.values(), *KINDS.values()):
+        assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"heads": 32}])
+def test_impossible_shapes_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="heads|layers"):
+        dataclasses.replace(MODEL_SMALL, **change)
+
+
+def test_importing_the_model_imports_none_of_the_slow_parts_of_torch() -> None:
+    code = "import sys, torch; old = set(sys.modules); import model; print(*set(sys.modules) - old)"
+    folder = Path(model_module.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    new = done.stdout.split()
+    assert "model" in new, done.stderr
+    slow = ("torch._dynamo", "torch._inductor", "torch.optim", "torch.distributed", "transformers")
+    assert not [name for name in new if name.startswith(slow)]
+
+
+# Initialisation
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    first, second = Transformer(MODEL_SMALL), Transformer(MODEL_SMALL)
+    torch.manual_seed(1)
+    first.init_weights(5)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second.init_weights(5)
+    assert torch.equal(state, torch.get_rng_state())
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    second.init_weights(6)
+    assert not torch.equal(first.embedding, second.embedding)
+
+
+def test_a_model_from_the_meta_device_gets_the_same_initial_weights() -> None:
+    with torch.device("meta"):
+        late = Transformer(MODEL_SMALL)
+    late.to_empty(device="cpu")
+    late.init_weights(5)
+    early = Transformer(MODEL_SMALL)
+    early.init_weights(5)
+    for a, b in zip(late.parameters(), early.parameters(), strict=True):
+        assert torch.equal(a, b)
+    inputs = tokens(MODEL_SMALL, 1, 8)
+    assert torch.equal(late.logits(inputs), early.logits(inputs))
+
+
+def test_initial_deviation_is_002_and_less_for_projections_to_the_stream() -> None:
+    model = Transformer(SIZES["tiny"])
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm"):
+            assert (parameter == 1).all()
+        else:
+            residual = name.endswith((".out", ".down"))
+            expected = 0.02 / 8**0.5 if residual else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    config = SIZES["tiny"]
+    model = Transformer(config)
+    model.init_weights(0)
+    loss = model(tokens(config, 2, 64), tokens(config, 2, 64, seed=3)) / 128
+    assert loss.item() == pytest.approx(torch.tensor(config.vocab_size).log().item(), abs=0.1)
+
+
+# Architecture
+
+
+def test_rotation_is_by_position_times_frequency() -> None:
+    config = dataclasses.replace(
+        MODEL_SMALL, rope_scaling=None, width=16
+    )  # D = 4: frequencies 1, 1/100
+    cos, sin = model_module.rotary_tables(config, 8)
+    x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 8, 1, 4)
+    turned = model_module.rotate(x, cos, sin)[0, 7, 0]
+    slow, fast = torch.tensor(0.07), torch.tensor(7.0)
+    expected = torch.stack((fast.cos(), -2 * slow.sin(), fast.sin(), 2 * slow.cos()))
+    torch.testing.assert_close(turned, expected)
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    cos, sin = model_module.rotary_tables(MODEL_SMALL, 20)
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    turned_q = model_module.rotate(q.expand(1, 20, 1, 8), cos, sin)[0, :, 0]
+    turned_k = model_module.rotate(k.expand(1, 20, 1, 8), cos, sin)[0, :, 0]
+    products = turned_q @ turned_k.T
+    for distance in range(5):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not torch.allclose(products[0, 0], products[0, 4])
+
+
+def test_stretching_leaves_short_wavelengths_and_slows_long_ones_by_the_factor() -> None:
+    config = dataclasses.replace(MODEL_SMALL, width=256)  # D = 64
+    plain = model_module.rotary_tables(dataclasses.replace(config, rope_scaling=None), 2)[1]
+    bent = model_module.rotary_tables(config, 2)[1]
+    ratio = (plain[1, 0, 32:].asin() / bent[1, 0, 32:].asin()).tolist()
+    assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(8, rel=1e-4)
+    assert any(1.1 < r < 7 for r in ratio)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_token_changes_no_earlier_logit(kind: str) -> None:
+    model, inputs = make(KINDS[kind]), tokens(KINDS[kind], 2, 12)
+    changed = inputs.clone()
+    changed[:, 7] += 1
+    a, b = model.logits(inputs), model.logits(changed % KINDS[kind].vocab_size)
+    assert torch.equal(a[:, :7], b[:, :7])
+    assert not torch.allclose(a[:, 7:], b[:, 7:])
+
+
+def test_grouped_attention_is_attention_with_repeated_keys_and_values() -> None:
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    repeated = (x.repeat_interleave(2, 1) for x in (k, v))
+    torch.testing.assert_close(
+        model_module.attention(q, k, v), model_module.attention(q, *repeated)
+    )
+
+
+@pytest.mark.parametrize("new", [1, 3, 6])
+def test_plain_bf16_attention_is_the_fused_one(new: int) -> None:
+    q, k, v = torch.randn(2, 4, new, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    fused = model_module.attention(q, k, v)
+    plain = model_module.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    torch.testing.assert_close(plain.float(), fused, atol=0.03, rtol=0.03)
+
+
+def test_too_many_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="65 positions, but the model has 64"):
+        Transformer(MODEL_SMALL).logits(tokens(MODEL_SMALL, 1, 65))
+
+
+def test_activation_checkpointing_changes_no_bit() -> None:
+    model = make(MODEL_SMALL)
+    inputs, targets = tokens(MODEL_SMALL, 2, 12), tokens(MODEL_SMALL, 2, 12, seed=3)
+    loss, kept = gradients(model, inputs, targets)
+    model.activation_checkpointing = True
+    again, recomputed = gradients(model, inputs, targets)
+    assert torch.equal(loss, again)
+    for a, b in zip(kept, recomputed, strict=True):
+        assert torch.equal(a, b)
+
+
+# Loss
+
+
+def test_loss_is_the_sum_over_targets_that_count() -> None:
+    model, inputs, targets = (
+        make(MODEL_SMALL),
+        tokens(MODEL_SMALL, 2, 6),
+        tokens(MODEL_SMALL, 2, 6, seed=3),
+    )
+    targets[0, 2:] = IGNORE
+    log_p = model.logits(inputs).log_softmax(-1)
+    by_hand = -sum(
+        log_p[b, t, targets[b, t]] for b in range(2) for t in range(6) if targets[b, t] != IGNORE
+    )
+    loss = model(inputs, targets)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    torch.testing.assert_close(loss, by_hand)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+def test_chunked_loss_and_gradients_equal_the_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    ignored: float,
+) -> None:
+    model = make(KINDS[kind]).to(dtype)
+    inputs, targets = tokens(KINDS[kind], 2, 11), tokens(KINDS[kind], 2, 11, seed=3)
+    targets[torch.rand(2, 11, generator=torch.Generator().manual_seed(4)) < ignored] = IGNORE
+    expected = plain_loss(model, inputs, targets)
+    chunked(monkeypatch)
+    loss = model(inputs, targets)
+    assert loss.dtype == dtype
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
+    # Some scale other than 1, as the division by the number of tokens gives.
+    wanted = torch.autograd.grad(expected / 7, list(model.parameters()))
+    found = torch.autograd.grad(loss / 7, list(model.parameters()))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_batch_without_targets_has_loss_and_gradients_zero(
+    monkeypatch: pytest.MonkeyPatch, kind: str, large: bool
+) -> None:
+    if large:
+        chunked(monkeypatch)
+    inputs = tokens(MODEL_SMALL, 2, 6)
+    loss, grads = gradients(make(KINDS[kind]), inputs, torch.full_like(inputs, IGNORE))
+    assert loss == 0 and not any(grad.any() for grad in grads)
+
+
+def test_chunked_loss_under_bf16_autocast_takes_the_log_sum_exp_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs, targets = (
+        make(MODEL_SMALL),
+        tokens(MODEL_SMALL, 4, 32),
+        tokens(MODEL_SMALL, 4, 32, seed=3),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, wanted = gradients(model, inputs, targets)  # plain path
+        chunked(monkeypatch, rows=50)
+        loss, found = gradients(model, inputs, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+def test_chunked_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked(monkeypatch)
+    model, inputs, targets = (
+        make(MODEL_SMALL),
+        tokens(MODEL_SMALL, 2, 6),
+        tokens(MODEL_SMALL, 2, 6, seed=3),
+    )
+    expected = model(inputs, targets)
+    with torch.no_grad(), _Shapes() as seen:
+        loss = model(inputs, targets)
+    assert not loss.requires_grad
+    assert torch.equal(loss, expected)
+    assert (MODEL_SMALL.vocab_size, MODEL_SMALL.width) not in seen.shapes
+
+
+def test_chunked_loss_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, targets = (
+        make(MODEL_SMALL),
+        tokens(MODEL_SMALL, 4, 32),
+        tokens(MODEL_SMALL, 4, 32, seed=3),
+    )
+    with _Shapes() as plain:
+        model(inputs, targets).backward()
+    chunked(monkeypatch, rows=8)
+    with _Shapes() as ours:
+        model(inputs, targets).backward()
+    assert (128, MODEL_SMALL.vocab_size) in plain.shapes
+    two_dimensional = (shape for shape in ours.shapes if shape[1:] == (MODEL_SMALL.vocab_size,))
+    assert {rows for rows, _ in two_dimensional} == {8, 2, MODEL_SMALL.width}  # the last: weight^T
+
+
+class _Shapes(TorchDispatchMode):
+    """Records the shape of every tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, Tensor):
+                self.shapes.add(tuple(value.shape))
+        return result
+
+
+def test_large_vocabularies_take_the_chunked_loss_and_small_ones_do_not() -> None:
+    for vocabulary, chunks in ((4096, False), (4097, True)):
+        model = make(dataclasses.replace(MODEL_SMALL, vocab_size=vocabulary))
+        loss = model(tokens(MODEL_SMALL, 1, 4), tokens(MODEL_SMALL, 1, 4, seed=3))
+        assert loss.grad_fn is not None
+        assert ("Chunked" in loss.grad_fn.name()) == chunks
+
+
+def test_training_can_follow_an_evaluation_in_inference_mode() -> None:
+    model, inputs = make(MODEL_SMALL), tokens(MODEL_SMALL, 1, 6)
+    with torch.inference_mode():
+        model.logits(inputs)
+    model(inputs, inputs).backward()
+
+
+def test_chunked_loss_refuses_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked(monkeypatch)
+    loss = make(MODEL_SMALL)(tokens(MODEL_SMALL, 1, 6), tokens(MODEL_SMALL, 1, 6, seed=3))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_doubling_the_padding_changes_neither_loss_nor_gradients(
+    monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:
+        chunked(monkeypatch)
+    model = make(MODEL_SMALL).double()
+    lengths = (5, 12, 9)
+
+    def padded(width: int) -> tuple[Tensor, list[Tensor]]:
+        inputs, targets = tokens(MODEL_SMALL, 3, width, seed=9), torch.full((3, width), IGNORE)
+        for row, length in enumerate(lengths):  # what stands in the padding must not matter
+            inputs[row, :length] = tokens(MODEL_SMALL, length, seed=row)
+            targets[row, :length] = tokens(MODEL_SMALL, length, seed=10 + row)
+        return gradients(model, inputs, targets)
+
+    (loss, grads), (again, twice) = padded(16), padded(32)
+    torch.testing.assert_close(again, loss, rtol=1e-14, atol=0)
+    for a, b in zip(twice, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_sequences_of_a_batch_add_up(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    if large:
+        chunked(monkeypatch)
+    model = make(MODEL_SMALL).double()
+    inputs, targets = tokens(MODEL_SMALL, 3, 10), tokens(MODEL_SMALL, 3, 10, seed=3)
+    targets[0, 4:], targets[1, 7:] = IGNORE, IGNORE
+    loss, grads = gradients(model, inputs, targets)
+    parts = [gradients(model, inputs[i : i + 1], targets[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(sum(part[0] for part in parts), loss)
+    for total, *pieces in zip(grads, *(part[1] for part in parts), strict=True):
+        torch.testing.assert_close(sum(pieces), total)
+
+
+# Key-value cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pieces", [(7, 1, 1, 1, 1, 1), (1,) * 12, (4, 5, 3)])
+def test_incremental_logits_equal_the_full_ones(kind: str, pieces: tuple[int, ...]) -> None:
+    model, inputs = make(KINDS[kind]), tokens(KINDS[kind], 2, 12)
+    cache = Cache()
+    with torch.no_grad():
+        full = model.logits(inputs)
+        parts = [model.logits(piece, cache) for piece in inputs.split(pieces, 1)]
+        last = model.logits(inputs, last=True)
+    assert cache.length == 12
+    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-5, rtol=0)
+    torch.testing.assert_close(last, full[:, -1:], atol=1e-5, rtol=0)
+
+
+# Hugging Face weights
+
+
+def random_state(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in make(config, seed).named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_then_import_is_bit_identical(tmp_path: Path, kind: str) -> None:
+    state = random_state(KINDS[kind])
+    model_module.save_hf(tmp_path / "out", KINDS[kind], state)
+    config, again = model_module.load_hf(tmp_path / "out")
+    assert config == KINDS[kind]
+    assert list(again) == list(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    Transformer(config).load_state_dict(again)
+
+
+def test_bf16_weights_come_back_as_bf16_and_as_fp32(tmp_path: Path) -> None:
+    state = {name: value.bfloat16() for name, value in random_state(MODEL_SMALL).items()}
+    model_module.save_hf(tmp_path, MODEL_SMALL, state)
+    for dtype in (torch.bfloat16, torch.float32):
+        again = model_module.load_hf(tmp_path, dtype)[1]
+        assert all(torch.equal(again[name], state[name].to(dtype)) for name in state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_the_logits_of_an_export(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, model = KINDS[kind], make(KINDS[kind])
+    model_module.save_hf(tmp_path, config, model.state_dict())
+    other, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    inputs = tokens(config, 2, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.logits(inputs), other(inputs).logits, atol=1e-4, rtol=0, check_stride=False
+        )
+
+
+@pytest.mark.parametrize("layout", ["older", "newer"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_saved_by_transformers_has_the_same_logits_here(
+    tmp_path: Path, kind: str, sharded: bool, layout: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = KINDS[kind]
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {"rope_type": "llama3"} | dataclasses.asdict(config.rope_scaling)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=config.ffn_width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=1e-3,  # large enough to be noticed
+            tie_word_embeddings=config.tied,
+            initializer_range=0.2,
+            rope_parameters=rope,
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == sharded
+    if layout == "older":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        rope = raw.pop("rope_parameters")
+        raw["rope_theta"] = rope.pop("rope_theta")
+        if config.rope_scaling:
+            rope["type"] = rope.pop("rope_type")
+            raw["rope_scaling"] = rope
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    read, state = model_module.load_hf(tmp_path)
+    assert read == dataclasses.replace(config, norm_eps=1e-3)
+    model = Transformer(read)
+    model.load_state_dict(state)
+    inputs = tokens(config, 2, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.logits(inputs), theirs(inputs).logits, atol=1e-4, rtol=0, check_stride=False
+        )
+
+
+def test_the_config_of_llama_31_in_its_older_layout_is_the_named_size(tmp_path: Path) -> None:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert model_module.read_config(tmp_path) == SIZES["llama3.1-8b"]
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value != "remove"}))
+
+
+def edit_weights(file: Path, **changes: Tensor | None) -> None:
+    """Adds, replaces or (None) removes tensors; `__` stands for a dot."""
+    state: dict[str, Tensor | None] = dict(load_file(file))
+    state |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in state.items() if value is not None}, file)
+
+
+def shard(folder: Path) -> Path:
+    """Turns the only weights file into two shards with an index."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(state)}
+    for file in set(where.values()):
+        save_file({name: state[name] for name in state if where[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+    return index
+
+
+BAD = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
+    "not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: cannot be read"),
+    "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json: cannot be read"),
+    "not a Llama": (
+        lambda d: edit_json(d / "config.json", model_type="gpt2"),
+        "config.json: model_type is 'gpt2'",
+    ),
+    "no width": (
+        lambda d: edit_json(d / "config.json", hidden_size="remove"),
+        "config.json: 'hidden_size' is missing",
+    ),
+    "no heads": (lambda d: edit_json(d / "config.json", num_attention_heads=0), "config.json: "),
+    "text": (lambda d: edit_json(d / "config.json", num_hidden_layers="two"), "config.json: "),
+    "head_dim": (
+        lambda d: edit_json(d / "config.json", head_dim=16),
+        "config.json: head_dim is 16",
+    ),
+    "bias": (
+        lambda d: edit_json(d / "config.json", attention_bias=True),
+        "config.json: attention_bias is True",
+    ),
+    "rope type": (
+        lambda d: edit_json(d / "config.json", rope_scaling={"type": "yarn", "factor": 2.0}),
+        "config.json: rope_type is 'yarn'",
+    ),
+    "half a rope": (
+        lambda d: edit_json(d / "config.json", rope_scaling={"rope_type": "llama3", "factor": 8}),
+        "config.json: 'low_freq_factor' is missing",
+    ),
+    "rope is a number": (lambda d: edit_json(d / "config.json", rope_scaling=3), "config.json: "),
+    "no weights": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        "model.safetensors: no such file",
+    ),
+    "cut short": (
+        lambda d: (d / "model.safetensors").write_bytes(
+            (d / "model.safetensors").read_bytes()[:-9]
+        ),
+        "model.safetensors: cannot be read",
+    ),
+    "garbage": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\x80\x04garbage" * 9),
+        "model.safetensors: cannot be read",
+    ),
+    "missing tensor": (
+        lambda d: edit_weights(d / "model.safetensors", model__norm__weight=None),
+        "model.safetensors: no tensor model.norm.weight",
+    ),
+    "wrong shape": (
+        lambda d: edit_weights(d / "model.safetensors", model__norm__weight=torch.ones(31)),
+        r"model.safetensors: model.norm.weight is \(31,\), not \(32,\)",
+    ),
+    "bias tensor": (
+        lambda d: edit_weights(
+            d / "model.safetensors", model__layers__0__mlp__up_proj__bias=torch.ones(48)
+        ),
+        "model.safetensors: model.layers.0.mlp.up_proj.bias has no place",
+    ),
+    "missing shard": (
+        lambda d: (shard(d), (d / "model-1.safetensors").unlink()),
+        "model-1.safetensors: no such file",
+    ),
+    "index without a map": (
+        lambda d: shard(d).write_text('{"metadata": {}}'),
+        "index.json: cannot be read",
+    ),
+    "shard outside": (
+        lambda d: edit_json(shard(d), weight_map={"model.norm.weight": "../model-9.safetensors"}),
+        "model-9.safetensors: no such file",
+    ),
+    "tensor in no shard": (
+        lambda d: edit_json(shard(d), weight_map={"x": "model-0.safetensors"}),
+        "index.json: no tensor ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_weight_folders_are_refused_in_one_line_that_names_the_file(
+    tmp_path: Path, case: str
+) -> None:
+    break_it, message = BAD[case]
+    model_module.save_hf(tmp_path, MODEL_SMALL, random_state(MODEL_SMALL))
+    break_it(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        model_module.load_hf(tmp_path)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_leftovers_of_old_exports_are_ignored(tmp_path: Path) -> None:
+    state = random_state(MODEL_SMALL)
+    model_module.save_hf(tmp_path, MODEL_SMALL, state)
+    edit_weights(
+        tmp_path / "model.safetensors",
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        lm_head__weight=state["embedding"].clone(),
+    )
+    again = model_module.load_hf(tmp_path)[1]
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_exporting_an_incomplete_state_is_refused(tmp_path: Path) -> None:
+    for change in ({"norm": None}, {"norm": torch.ones(3)}, {"extra": torch.ones(3)}):
+        state = {k: v for k, v in (random_state(MODEL_SMALL) | change).items() if v is not None}
+        with pytest.raises(ValueError, match=f"cannot export: {next(iter(change))}"):
+            model_module.save_hf(tmp_path / "out", MODEL_SMALL, state)
+    assert not (tmp_path / "out").exists()
+
+
+# FSDP2 and torch.compile
+
+
+SHARDED = {"tied": True, "stretched": False}  # kind -> activation checkpointing
+
+
+def _sharded_rank(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model_module.LARGE_VOCABULARY = 1
+    for kind, checkpointing in SHARDED.items():
+        config, mine = KINDS[kind], slice(rank, rank + 1)
+        with torch.device("meta"):
+            model = Transformer(config, activation_checkpointing=checkpointing)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        model.init_weights(5)
+        loss = model(tokens(config, 2, 12)[mine], tokens(config, 2, 12, seed=3)[mine])
+        loss.backward()
+        result = {"loss": loss.detach()}
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+            result[name] = parameter.detach().full_tensor()
+            result["gradient of " + name] = gradient.full_tensor()
+        torch.save(result, f"{folder}/{kind}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_sharded_model_has_the_weights_loss_and_gradients_of_an_unsharded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.multiprocessing.spawn(_sharded_rank, (str(tmp_path),), nprocs=2)
+    monkeypatch.setattr(model_module, "LARGE_VOCABULARY", 1)
+    for kind in SHARDED:
+        config, model = KINDS[kind], Transformer(KINDS[kind])
+        model.init_weights(5)
+        loss, grads = gradients(model, tokens(config, 2, 12), tokens(config, 2, 12, seed=3))
+        ranks = [torch.load(tmp_path / f"{kind}-{rank}.pt") for rank in range(2)]
+        torch.testing.assert_close(ranks[0]["loss"] + ranks[1]["loss"], loss)
+        for (name, parameter), grad in zip(model.named_parameters(), grads, strict=True):
+            for rank in ranks:
+                assert torch.equal(rank[name], parameter), name
+                torch.testing.assert_close(2 * rank["gradient of " + name], grad)  # FSDP2 averages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_has_the_same_loss_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, large: bool, whole: bool
+) -> None:
+    if large:
+        chunked(monkeypatch)
+    model, inputs, targets = (
+        make(MODEL_SMALL),
+        tokens(MODEL_SMALL, 2, 12),
+        tokens(MODEL_SMALL, 2, 12, seed=3),
+    )
+    targets[0, 8:] = IGNORE
+    loss, grads = gradients(model, inputs, targets)
+    if whole:
+        model.compile()
+    else:
+        for block in model.blocks:
+            block.compile()
+    again, compiled = gradients(model, inputs, targets)
+    torch.testing.assert_close(again, loss)
+    for a, b in zip(compiled, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 # =================================================================================================
@@ -3647,3 +4414,1069 @@ def test_the_readme_s_commands_are_ones_that_the_programs_know(capsys):
     assert len(commands) > 5
     for line in commands:
         train.parse(line.split("#")[0].split())
+
+
+# The same for the workers and the loop: each was tried, and its test went red.
+SABOTAGES += [
+    (
+        "diloco.py: flip the sign of the pseudo-gradient",
+        "test_synchronised_parameters_equal_a_plain_oracle_bit_for_bit",
+    ),
+    ("diloco.py: drop 1/K", "test_outer_lr_one_without_momentum_is_plain_averaging"),
+    (
+        "diloco.py: an out-of-place outer step that is never assigned",
+        "test_twenty_outer_steps_equal_torch_sgd_with_nesterov",
+    ),
+    ("diloco.py: momentum is not kept", "test_outer_step_follows_the_series_worked_by_hand"),
+    (
+        "diloco.py: heavy ball instead of Nesterov",
+        "test_twenty_outer_steps_equal_torch_sgd_with_nesterov",
+    ),
+    (
+        "train.py: one local step too few",
+        "test_two_processes_hold_the_oracle_s_parameters_after_each_synchronisation",
+    ),
+    (
+        "diloco.py: workers do not take the new parameters",
+        "test_synchronised_parameters_equal_a_plain_oracle_bit_for_bit",
+    ),
+    (
+        "diloco.py: replicas share one AdamW state",
+        "test_synchronised_parameters_equal_a_plain_oracle_bit_for_bit",
+    ),
+    (
+        "diloco.py: a non-finite worker keeps its AdamW state",
+        "test_a_non_finite_worker_is_left_out_and_starts_again",
+    ),
+    (
+        "diloco.py: drift without 1/K",
+        "test_endpoint_disagreement_is_drift_times_one_minus_coherence",
+    ),
+    (
+        "diloco.py: normalisation multiplies",
+        "test_synchronised_parameters_equal_a_plain_oracle_bit_for_bit",
+    ),
+    (
+        "diloco.py: kappa is ignored",
+        "test_synchronised_parameters_equal_a_plain_oracle_bit_for_bit",
+    ),
+    (
+        "diloco.py: micro-batches weigh the same whatever their tokens",
+        "test_micro_batches_give_the_gradient_of_the_whole_batch",
+    ),
+    (
+        "train.py: loss is not weighted by tokens",
+        "test_logged_loss_is_the_token_weighted_mean_over_workers",
+    ),
+    (
+        "train.py: every rank feeds the same documents",
+        "test_two_processes_hold_the_oracle_s_parameters_after_each_synchronisation",
+    ),
+    (
+        "train.py: ranks start from different weights",
+        "test_two_processes_hold_the_oracle_s_parameters_after_each_synchronisation",
+    ),
+    (
+        "diloco.py: QSR's floor falls into the rounding trap",
+        "test_qsr_survives_the_rounding_trap_and_a_vanishing_rate",
+    ),
+    (
+        "train.py: the rate is one step ahead",
+        "test_every_method_follows_the_closed_form_learning_rate",
+    ),
+]
+
+
+# =================================================================================================
+# Faults, exact resume, bad input
+# =================================================================================================
+
+
+# 17,000 parameters; intervals of about 10 steps, the 8th is a candidate, the last one a remainder.
+MINI = model.ModelConfig(264, 32, 1, 2, 2, 64, tied=True)
+LINE = (
+    "--data shards --batch-size 1 --seq-len 16 --val-documents 4 --warmup 10 --base-horizon 10 "
+    "--granularity 1 --lr 1e-3 --steps 96 --workers 2 --checkpoint-every 1"
+)
+
+# A rank as `python train.py` would run it, forked from a process that has imported everything:
+# seconds of imports for every rank of every test are saved, and nothing else.
+RANK = """
+import os, resource, signal, sys, threading
+os.chdir(FOLDER)
+os.environ.update(ENVIRONMENT)
+for stream, log in enumerate(LOGS, 1):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+import autoloco, data, diloco, model, train, torch
+torch.set_num_threads(1)
+model.SIZES["tiny"] = model.ModelConfig(**MINI)
+
+def at(worker, step, act):  # when that worker asks for its batch of that step
+    original = data.Source.batch
+    def batch(self, w, s):
+        if (w, s) == (worker, step):
+            act()
+        return original(self, w, s)
+    data.Source.batch = batch
+
+def kill(number, delay=0.0):
+    threading.Timer(delay, os.kill, (os.getpid(), number)).start() if delay else os.kill(
+        os.getpid(), number
+    )
+
+exec(HOOK)
+sys.exit(train.main(ARGV))
+"""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train", "torch._dynamo", "safetensors.torch", "tqdm"])
+
+
+def start_forkserver() -> None:
+    """Its preloaded modules are found through PYTHONPATH only (Python 3.11)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(train.__file__).parent))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+
+
+class Launch:
+    """Ranks of one run, without torchrun: rank 0 hosts the store, nobody ends the survivors."""
+
+    def __init__(self, line: str, ranks: int = 1, hooks: dict[int, str] | None = None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        start_forkserver()
+        Path("rank.py").write_text(RANK)
+        self.processes, self.logs = [], []
+        for rank in range(ranks):
+            logs = [str(Path(f"rank-{rank}.{stream}").resolve()) for stream in ("out", "err")]
+            environment = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                environment[name] = str(rank if "RANK" in name else ranks)
+            context = {
+                "FOLDER": os.getcwd(),
+                "ENVIRONMENT": environment,
+                "LOGS": logs,
+                "MINI": train.asdict(MINI),
+                "HOOK": (hooks or {}).get(rank, ""),
+                "ARGV": line.split(),
+            }
+            process = FORKS.Process(target=runpy.run_path, args=("rank.py", context, "__main__"))
+            process.start()
+            self.processes.append(process)
+            self.logs.append([Path(log) for log in logs])
+
+    def wait(self, timeout: float = 90) -> list[int]:
+        """Exit codes; minus the signal's number where one ended the rank."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [process for process in self.processes if process.is_alive()]
+        for process in hung:
+            process.kill()
+        assert not hung, f"ranks hang: {[self.errors(r) for r in range(len(self.processes))]}"
+        return [process.exitcode for process in self.processes]
+
+    def said(self, rank: int = 0) -> str:
+        return self.logs[rank][0].read_text()
+
+    def errors(self, rank: int = 0) -> str:
+        return self.logs[rank][1].read_text()
+
+    def complaints(self, rank: int = 0) -> list[str]:
+        """The lines `train.py: ...`; there is no traceback."""
+        assert "Traceback" not in self.errors(rank), self.errors(rank)
+        return [x for x in self.errors(rank).splitlines() if x.startswith("train.py: ")]
+
+
+def under_torchrun(line: str, hook: str = "", restarts: int = 0) -> subprocess.Popen:
+    """torchrun on two ranks; the hook may ask for RANK and ATTEMPT."""
+    context = {"FOLDER": os.getcwd(), "ENVIRONMENT": {}, "LOGS": [], "MINI": train.asdict(MINI)}
+    hook = (
+        "RANK, ATTEMPT = (int(os.environ[x]) for x in ('RANK', 'TORCHELASTIC_RESTART_COUNT'))\n"
+        + hook
+    )
+    context |= {"HOOK": hook, "ARGV": line.split()}
+    head = f"import sys; sys.path.insert(0, {str(Path(train.__file__).parent)!r})\n"
+    head += "".join(f"{name} = {value!r}\n" for name, value in context.items())
+    Path("rank.py").write_text(head + RANK)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*words, "--max-restarts", str(restarts), "rank.py"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def make_shards(folder: Path) -> None:
+    """C4-shaped documents, some shorter than the sequence, so that token density varies."""
+    folder.mkdir()
+    rng = random.Random(5)
+    for name in ("c4-train.00000", "c4-train.00001", "c4-validation.00000"):
+        with gzip.open(folder / f"{name}.json.gz", "wt") as file:
+            for _ in range(40):
+                text = " ".join(rng.choices(("one", "two", "three", "four"), k=rng.randint(2, 9)))
+                file.write(json.dumps({"text": text, "url": "", "timestamp": ""}) + "\n")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with data, the mini model, and nothing of a run that outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(model.SIZES, "tiny", MINI)
+    make_shards(tmp_path / "shards")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def command(line: str) -> int:
+    """`python train.py LINE` in this process."""
+    return train.main(line.split())
+
+
+def at(monkeypatch, worker, step, act):
+    """Act when that worker asks for its batch of that step."""
+    original = data.Source.batch
+
+    def batch(self, w, s):
+        if (w, s) == (worker, step):
+            act()
+        return original(self, w, s)
+
+    monkeypatch.setattr(data.Source, "batch", batch)
+
+
+def rows_of_log(name: str) -> list[dict]:
+    rows = [json.loads(line) for line in Path("runs", name, "intervals.jsonl").open()]
+    return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
+
+
+def end_state(name: str, *, layout: bool = True) -> dict:
+    """All that a run leaves, but for times; without `layout` also but for the bytes sent."""
+    last = sorted(Path("runs", name, "checkpoint").glob("step-*"))[-1]
+    summary = json.loads(Path("runs", name, "summary.json").read_text())
+    del summary["seconds"]
+    rows = rows_of_log(name)
+    if not layout:
+        rows = [{k: v for k, v in row.items() if k != "sent_bytes"} for row in rows]
+    return {
+        "step": last.name,
+        "tensors": {f.name: f.read_bytes() for f in sorted(last.glob("*.safetensors"))},
+        "intervals": rows,
+        "metrics": Path("runs", name, "metrics.jsonl").read_bytes(),
+        "summary": summary,
+    }
+
+
+def same(name: str, straight: dict, *, layout: bool = True) -> None:
+    """The run's end state is the straight run's, bit for bit."""
+    state = end_state(name, layout=layout)
+    for part, expected in straight.items():
+        if part == "intervals" and not layout:
+            expected = [{k: v for k, v in row.items() if k != "sent_bytes"} for row in expected]
+        assert state[part] == expected, part
+
+
+def moments(name: str) -> dict[str, int]:
+    """Steps at which to interrupt: one of each kind that a run has."""
+    rows = rows_of_log(name)[1:]
+    starts = {row["phase"]: row["step"] - row["steps"] for row in rows[:-1]}
+    found = {
+        "the first interval": 3,
+        "the middle of an interval": rows[2]["step"] + rows[3]["steps"] // 2,
+        "a boundary": rows[1]["step"],
+        "the last remainder": rows[-1]["step"] - 1,
+    }
+    if "candidate" in starts:
+        found["a candidate interval"] = starts["candidate"] + 2
+    return found
+
+
+# ---------------------------------------------------------------- resume
+
+
+METHODS_AND_WIRES = [(method, "fp32") for method in train.METHODS] + [
+    ("autoloco", "int8"),
+    ("autoloco", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("method", "wire"), METHODS_AND_WIRES)
+def test_an_interrupted_run_ends_as_the_straight_one_bit_for_bit(
+    place, monkeypatch, capsys, method, wire
+):
+    line = f"{LINE} --method {method} --wire {wire}"
+    assert command(f"{line} --name straight") == 0
+    straight, points = end_state("straight"), moments("straight")
+    assert ("a candidate interval" in points) == (method == "autoloco")
+    for number, (what, step) in enumerate(points.items()):
+        stop = (signal.SIGTERM, signal.SIGINT)[number % 2]
+        with monkeypatch.context() as patch:
+            at(patch, number % 2, step, lambda stop=stop: os.kill(os.getpid(), stop))
+            assert command(f"{line} --name cut --overwrite") == 0, what
+        assert "continue with --resume --name cut" in capsys.readouterr().out, what
+        assert not Path("runs/cut/summary.json").exists()
+        assert command("--resume --name cut") == 0, what
+        same("cut", straight)
+
+
+def test_a_run_interrupted_at_every_tenth_step_ends_as_the_straight_one(place, monkeypatch):
+    assert command(f"{LINE} --name straight") == 0
+    assert command(f"{LINE} --name cut --dry-run") == 0
+    line = f"{LINE} --name cut"
+    for step in range(0, 96, 10):
+        with monkeypatch.context() as patch:
+            at(patch, 0, step, lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)])
+            assert command(line) == 0
+        line = "--resume --name cut --checkpoint-every 4"
+    assert command(line) == 0
+    same("cut", end_state("straight"))
+
+
+@pytest.mark.parametrize(
+    ("method", "wire"), [("autoloco", "fp32"), ("autoloco", "int8"), ("ddp", "fp32")]
+)
+def test_a_checkpoint_of_two_processes_continues_on_one_and_the_other_way_round(
+    place, method, wire
+):
+    line = f"{LINE} --method {method} --wire {wire}"
+    assert command(f"{line} --name straight") == 0
+    straight, points = end_state("straight"), moments("straight")
+    step = points["the middle of an interval"]
+    for before, after, kept in ((2, 1, "from-two"), (1, 2, "from-one"), (2, 2, "two")):
+        stop = Launch(
+            f"{line} --name {kept}",
+            before,
+            {before - 1: f"at(1, {step}, lambda: kill(signal.SIGTERM))"},
+        )
+        assert stop.wait() == [0] * before, stop.errors()
+        assert f"continue with --resume --name {kept}" in stop.said()
+        assert stop.complaints() == []
+        again = Launch(f"--resume --name {kept}", after)
+        assert again.wait() == [0] * after, again.errors()
+        assert "resuming at step" in again.said()
+        same(kept, straight, layout=False)
+
+
+def test_a_resume_may_change_nothing_that_is_computed(place, capsys):
+    assert command(f"{LINE} --name mine --steps 20") == 0
+    before = tree("runs/mine")
+    for flag, words in (
+        ("--workers 4", "--workers 4: runs/mine was started with 2"),
+        ("--method diloco", "--method diloco: runs/mine was started with autoloco"),
+        ("--recipe tiny-sft", "--recipe tiny-sft: runs/mine was started with tiny"),
+        ("--lr 2e-3", "--lr 0.002: runs/mine was started with 0.001"),
+        ("--steps 30", "--steps 30: runs/mine was started with 20"),
+        ("--dry-run", "--dry-run True: runs/mine was started with False"),
+    ):
+        assert refused(capsys, f"--resume --name mine {flag}") == words
+    assert command("--resume --name mine --checkpoint-every 3 --timeout-minutes 2") == 0
+    assert {n: c for n, c in tree("runs/mine").items() if "summary" not in n} == {
+        n: c for n, c in before.items() if "summary" not in n
+    }
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_the_setting_is_named(place, capsys):
+    assert command(f"{LINE} --name mine --steps 20") == 0
+    assert command(f"{LINE} --name other --steps 20 --wire int8") == 0
+    shutil.rmtree("runs/mine/checkpoint")
+    shutil.copytree("runs/other/checkpoint", "runs/mine/checkpoint")
+    before = tree("runs")
+    answer = refused(capsys, "--resume --name mine")
+    assert answer == "--wire fp32: runs/mine/checkpoint/step-00000020 was saved with int8"
+    assert tree("runs") == before
+
+
+def test_a_copied_run_folder_continues_as_a_branch_and_leaves_the_original_alone(place):
+    assert command(f"{LINE} --name mine --steps 20") == 0
+    shutil.copytree("runs/mine", "runs/branch")
+    before = tree("runs/mine")
+    shutil.rmtree("runs/branch/checkpoint/step-00000020")
+    assert command("--resume --name branch") == 0
+    assert tree("runs/mine") == before
+    same("branch", end_state("mine"))
+
+
+def test_resume_with_nothing_there_is_an_error(place, capsys):
+    assert "runs/none/config.json: cannot be read" in refused(capsys, "--resume --name none")
+    assert not Path("runs").exists()
+    assert command(f"{LINE} --name mine --steps 10") == 0
+    shutil.rmtree("runs/mine/checkpoint")
+    before = tree("runs")
+    assert "runs/mine: no whole checkpoint" in refused(capsys, "--resume --name mine")
+    assert tree("runs") == before
+
+
+def test_a_resume_on_other_documents_is_refused(place, capsys):
+    assert command(f"{LINE} --name mine --steps 10") == 0
+    with gzip.open("shards/c4-train.00002.json.gz", "wt") as file:
+        file.write(json.dumps({"text": "more"}) + "\n")
+    answer = refused(capsys, "--resume --name mine")
+    assert answer.startswith("--data shards: shards was 2 when the run started, now it is 3")
+
+
+def tree(folder: str) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refused(capsys, line: str) -> str:
+    """The one line on stderr that comes with exit code 2."""
+    capsys.readouterr()
+    assert command(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ") and error.count("\n") == 1, error
+    return error.removeprefix("train.py: ").strip()
+
+
+# ---------------------------------------------------------------- signals, lost peers
+
+
+@pytest.mark.parametrize("method", ["autoloco", "ddp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_of_two_saves_all_of_them(place, method, rank):
+    line = f"{LINE} --method {method} --steps 60"
+    assert command(f"{line} --name straight") == 0
+    # The other rank dawdles: it would reach the synchronisation much later.
+    slow = f"import time\nat({1 - rank}, 22, lambda: time.sleep(1))"
+    stop = f"at({rank}, 23, lambda: [kill(signal.SIGTERM) for _ in range(2)])"
+    cut = Launch(f"{line} --name cut", 2, {rank: stop, 1 - rank: slow})
+    assert cut.wait() == [0, 0], cut.errors()
+    assert "continue with --resume --name cut" in cut.said(0)
+    assert cut.said(1) == "" and cut.complaints(1) == []
+    assert Launch("--resume --name cut", 2).wait() == [0, 0]
+    same("cut", end_state("straight"), layout=False)
+
+
+def test_the_other_ranks_stop_in_the_middle_of_a_long_local_phase(place):
+    line = f"{LINE} --method diloco --base-horizon 2000 --steps 2000"
+    began = time.monotonic()
+    dawdle = (
+        "import time; original = data.Source.batch\n"
+        "data.Source.batch = lambda *a: [time.sleep(0.1), original(*a)][1]"
+    )
+    cut = Launch(f"{line} --name cut", 2, {0: dawdle, 1: "at(1, 5, lambda: kill(signal.SIGTERM))"})
+    assert cut.wait() == [0, 0], cut.errors()
+    (saved,) = Path("runs/cut/checkpoint").glob("step-*")
+    assert 6 <= int(saved.name.removeprefix("step-")) < 1000
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost", "where"),
+    [
+        (2, 1, "at(1, 25, lambda: kill(signal.SIGKILL))"),
+        (2, 0, "at(0, 25, lambda: kill(signal.SIGKILL))"),
+        (2, 1, "at(1, 25, lambda: kill(signal.SIGSTOP))"),
+        (3, 1, "at(1, 25, lambda: kill(signal.SIGKILL))"),
+        (3, 1, "EXCHANGE kill(signal.SIGKILL)"),
+        (3, 1, "EXCHANGE kill(signal.SIGSTOP)"),
+        (2, 1, "at(1, 25, lambda: sys.exit(7))"),
+    ],
+)
+def test_survivors_stop_within_the_timeout_and_name_the_lost_rank(place, ranks, lost, where):
+    if where.startswith("EXCHANGE"):  # in the second half of the third synchronisation
+        where = (
+            "original, calls = diloco.Wire._all_gather, []\n"
+            "def gather(self, means):\n"
+            "    calls.append(1)\n"
+            f"    len(calls) == 3 and {where.split(' ', 1)[1]}\n"
+            "    original(self, means)\n"
+            "diloco.Wire._all_gather = gather"
+        )
+    workers = f"--workers {ranks} --timeout-minutes 0.05"
+    launch = Launch(f"{LINE} {workers} --name run", ranks, {lost: where})
+    survivors = [rank for rank in range(ranks) if rank != lost]
+    deadline = time.monotonic() + 60
+    for rank in survivors:
+        launch.processes[rank].join(max(0, deadline - time.monotonic()))
+    launch.processes[lost].kill()
+    codes = launch.wait()
+    for rank in survivors:
+        assert codes[rank] == 1, (codes, launch.errors(rank))
+        (line,) = launch.complaints(rank)
+        assert re.search(rf"rank {lost}\b", line.removeprefix(f"train.py: rank {rank}: ")), line
+        assert "--timeout-minutes" in line or lost == 0  # it took the store with it
+    assert command(f"{LINE} --workers {ranks} --name straight") == 0
+    assert command("--resume --name run") == 0
+    same("run", end_state("straight"), layout=False)
+
+
+def test_the_timeout_does_not_bound_the_local_phase(place):
+    slow = "import time\nat(0, 3, lambda: time.sleep(4)); at(1, 3, lambda: time.sleep(5))"
+    launch = Launch(f"{LINE} --steps 20 --timeout-minutes 0.05 --name run", 2, {0: slow, 1: slow})
+    assert launch.wait() == [0, 0], launch.errors()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["autoloco", "ddp"])
+def test_torchrun_restarts_a_killed_rank_and_ends_as_the_undisturbed_run(place, method):
+    line = f"{LINE} --method {method}"
+    assert command(f"{line} --name straight") == 0
+    hook = (
+        "if (RANK, ATTEMPT) == (1, 0): at(1, 4, lambda: kill(signal.SIGKILL))\n"  # no checkpoint
+        "if (RANK, ATTEMPT) == (0, 1): at(0, 47, lambda: kill(signal.SIGKILL))\n"
+        "if (RANK, ATTEMPT) == (1, 2): at(1, 60, lambda: kill(signal.SIGKILL, 0.03))\n"
+    )
+    launch = under_torchrun(f"{line} --name run", hook, restarts=3)
+    out, errors = launch.communicate(timeout=200)
+    assert launch.returncode == 0, errors
+    assert "resuming at step 40" in out and "resuming at step 60" in out
+    assert out.count("run: ") == 4  # attempts
+    same("run", end_state("straight"), layout=False)
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_touches_no_run_of_another_launch(place, capfd):
+    assert command(f"{LINE} --name run --steps 20") == 0
+    before = tree("runs")
+    for line in (f"{LINE} --name run", f"{LINE} --name run --steps 20"):
+        launch = under_torchrun(line, restarts=1)
+        _, errors = launch.communicate(timeout=200)
+        assert launch.returncode == 1
+        assert errors.count("train.py: runs/run already holds a run") == 2
+        assert tree("runs") == before
+    # With --overwrite a rank that dies before the old run is deleted changes nothing either.
+    hook = "if RANK == ATTEMPT == 0: kill(signal.SIGKILL)"
+    launch = under_torchrun(f"{LINE} --name run --steps 30 --overwrite", hook, restarts=1)
+    out, errors = launch.communicate(timeout=200)
+    assert launch.returncode == 0, errors
+    assert "resuming" not in out and len(rows_of_log("run")) == 4
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_all_ranks(place):
+    assert command(f"{LINE} --name straight") == 0
+    slow = "original = data.Source.batch\nimport time\n"
+    slow += "data.Source.batch = lambda *a: [time.sleep(0.1), original(*a)][1]"
+    launch = under_torchrun(f"{LINE} --name run", slow)
+    log = Path("runs/run/metrics.jsonl")
+    while launch.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 20):
+        time.sleep(0.1)
+    launch.send_signal(signal.SIGTERM)
+    out, errors = launch.communicate(timeout=100)
+    assert "continue with --resume --name run" in out, errors
+    assert not Path("runs/run/summary.json").exists()
+    assert command("--resume --name run") == 0
+    same("run", end_state("straight"), layout=False)
+
+
+# ---------------------------------------------------------------- disks, files
+
+
+FAULTS_FULL = "at(%d, 35, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))"
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole_and_says_so(place):
+    assert command(f"{LINE} --name straight") == 0
+    launch = Launch(f"{LINE} --name run", 1, {0: FAULTS_FULL % 0})
+    assert launch.wait() == [1]
+    (line,) = launch.complaints()
+    assert line.startswith("train.py: runs/run/checkpoint/partial-00000040: File too large: not ")
+    assert "the checkpoints before it stay" in line
+    saved = sorted(path.name for path in Path("runs/run/checkpoint").glob("step-*"))
+    assert saved == ["step-00000020", "step-00000030"]
+    assert command("--resume --name run") == 0
+    same("run", end_state("straight"))
+
+
+def test_a_full_disk_of_one_rank_stops_the_others(place):
+    launch = Launch(f"{LINE} --name run --timeout-minutes 0.05", 2, {1: FAULTS_FULL % 1})
+    assert launch.wait() == [1, 1]
+    assert "partial-00000040: File too large" in launch.complaints(1)[0]
+    assert "no checkpoint: rank 1 did not save" in launch.complaints(0)[0]
+    assert command("--resume --name run") == 0
+
+
+def test_a_full_disk_under_the_log_is_one_line(place):
+    full = "at(0, 35, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)))"
+    launch = Launch(f"{LINE} --name run", 1, {0: full})
+    assert launch.wait() == [1]
+    assert launch.complaints() == ["train.py: runs/run/metrics.jsonl: File too large"]
+    assert command(f"{LINE} --name straight") == 0
+    assert command("--resume --name run") == 0
+    same("run", end_state("straight"))
+
+
+# =================================================================================================
+# Evaluation (E.3)
+# =================================================================================================
+
+
+# ---------------------------------------------------------------- what eval.py measures
+# Sabotages, each with the test that goes red: an answer scored one token late, or the cache of one
+# answer used for the next (..._is_the_sum_of_the_models_log_softmax); rows of a batch not dropped
+# from the cache (..._as_alone); no begin token, or two (..._training_reads); rolling windows that
+# predict a token twice (..._predicts_each_token_once); draws from the global generator
+# (..._leaves_the_global_generator_alone); the hub asked about a local file (..._nothing_looked_up).
+
+
+WORDS = ("alpha", "beta", "gamma", "delta")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two short runs on tiny local files: `plain` on texts, `chat` fine-tuned from it."""
+    home = tmp_path_factory.mktemp("eval")
+    rng = random.Random(0)
+    for part, count in (("train", 40), ("validation", 6)):
+        with gzip.open(home / f"c4-{part}.00000-of-00001.json.gz", "wt") as file:
+            for _ in range(count):
+                file.write(json.dumps({"text": " ".join(rng.choices(WORDS, k=20))}) + "\n")
+    for part, count in (("train", 40), ("test", 6)):
+        folder = home / "chat"
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{part}.jsonl", "w") as file:
+            for _ in range(count):
+                at = rng.randrange(3)
+                talk = [{"role": "user", "content": WORDS[at]}]
+                talk += [{"role": "assistant", "content": WORDS[at + 1]}]
+                file.write(json.dumps({"messages": talk}) + "\n")
+    # Enough for texts that differ and, in chat, turns that end.
+    common = "--steps 120 --workers 1 --batch-size 2 --seq-len 64 --val-documents 6 --warmup 10"
+    plain = f"--name plain --data {home} --lr 5e-3 {common}"
+    chat = f"--recipe tiny-sft --name chat --init-from runs/plain --data {home}/chat --lr 2e-3"
+    before = Path.cwd(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    os.chdir(home)
+    for line in (plain, f"{chat} {common}"):
+        assert train.main(line.split()) == 0
+    yield home / "runs"
+    os.chdir(before[0])
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before[1], strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """The addresses that were looked up; what `tasks` switches off is on again afterwards."""
+    pytest.importorskip("lm_eval")
+    import datasets
+    import evaluate
+    from huggingface_hub import constants
+
+    for module, name in (
+        (constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (evaluate.config, "HF_EVALUATE_OFFLINE"),
+    ):
+        monkeypatch.setattr(module, name, False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    found = []
+
+    def refuse(host, *_, **__):
+        found.append(host)
+        raise socket.gaierror("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return found
+
+
+def local_task(folder, name, rows, **settings):
+    """Write NAME.yaml (JSON is YAML) and its data NAME.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text("\n".join(json.dumps(row) for row in rows))
+    files = {"test": str(folder / f"{name}.json")}
+    task = dict(task=name, dataset_path="json", dataset_kwargs={"data_files": files})
+    task |= dict(test_split="test", doc_to_text="{{question}}") | settings
+    (folder / f"{name}.yaml").write_text(json.dumps(task))
+
+
+def choice_task(folder, name, rows):
+    local_task(
+        folder,
+        name,
+        rows,
+        output_type="multiple_choice",
+        doc_to_choice="{{choices}}",
+        doc_to_target="{{answer}}",
+        metric_list=[{"metric": "acc", "aggregation": "mean"}],
+    )
+
+
+def text_task(folder, name, rows, **generation):
+    local_task(
+        folder,
+        name,
+        rows,
+        output_type="generate_until",
+        doc_to_target="{{answer}}",
+        generation_kwargs={"until": [], "max_gen_toks": 12} | generation,
+        metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
+    )
+
+
+def measured(run, names, folder, *options):
+    """Rows that the command writes for tasks."""
+    line = ["tasks", str(run), "--tasks", names, "--task-path", str(folder), *options]
+    assert evaluation.main(line) == 0
+    return json.loads((run / "tasks.json").read_text())
+
+
+def plain_nats(network, context, answer):
+    """log p(answer | context) from one forward pass without a cache, token by token."""
+    ids = [*context, *answer]
+    with torch.no_grad():
+        logp = network.logits(torch.tensor([ids]))[0].double().log_softmax(-1)
+    return sum(float(logp[at - 1, ids[at]]) for at in range(len(context), len(ids)))
+
+
+def plain_greedy(network, ids, most):
+    """The likeliest tokens, the whole text read anew for each."""
+    new = []
+    for _ in range(most):
+        with torch.no_grad():
+            new.append(int(network.logits(torch.tensor([[*ids, *new]]))[0, -1].argmax()))
+    return new
+
+
+@pytest.fixture
+def plain(runs):
+    """Config, network and begin token of the run on texts."""
+    config, network = evaluation.open_run(runs / "plain")
+    return config, network, evaluation.open_tokenizer(config)[1]
+
+
+def harness(plain, batch_size=4):
+    pytest.importorskip("lm_eval")
+    config, network, _ = plain
+    return evaluation.harness_model(network, config, batch_size)
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=args, task_name="t") for args in arguments]
+
+
+@pytest.mark.parametrize("name", ["plain", "chat"])
+def test_the_loss_of_a_run_is_the_one_in_its_summary(runs, name, capsys):
+    summary = json.loads((runs / name / "summary.json").read_text())
+    found = evaluation.loss(runs / name)
+    assert found["val_loss"] == summary["val_loss"]
+    assert found["bits_per_byte"] == summary["bits_per_byte"]
+    assert evaluation.main(["loss", str(runs / name)]) == 0
+    assert capsys.readouterr().out.startswith(f"{summary['val_loss']:.4f} nats a token")
+
+
+def test_the_loss_after_fine_tuning_counts_the_assistants_tokens_only(runs):
+    lines = (runs.parent / "chat" / "test.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["messages"][1]["content"] for line in lines]
+    # The end-of-turn token is a target too.
+    assert evaluation.loss(runs / "chat")["val_tokens"] == sum(len(a) + 1 for a in answers)
+
+
+def test_an_answers_log_likelihood_is_the_sum_of_the_models_log_softmax(plain):
+    _, network, begin = plain
+    context = [begin, *b"alpha be"]
+    likeliest = plain_greedy(network, context, 3)
+    answers = [[*b"ta"], [*b"x"], [*b"gamma delta"], likeliest, []]
+    found = evaluation.log_likelihoods(network, context, answers)
+    for answer, (nats, greedy) in zip(answers, found, strict=True):
+        assert nats == pytest.approx(plain_nats(network, context, answer), abs=1e-4)
+        assert greedy == (answer == likeliest[: len(answer)])
+    again = evaluation.log_likelihoods(network, context, answers[::-1])
+    assert again[::-1] == found  # no answer reads another one's cache
+
+
+def test_the_harness_reads_what_training_reads(plain):
+    config, network, begin = plain
+    found = harness(plain).loglikelihood(requests(("alpha be", "ta"), ("", "beta")))
+    assert found[0][0] == pytest.approx(plain_nats(network, [begin, *b"alpha be"], b"ta"), abs=1e-4)
+    assert found[1][0] == pytest.approx(plain_nats(network, [begin], b"beta"), abs=1e-4)
+    # A special token's name is text like any other, as in training.
+    assert harness(plain).tok_encode("<|eot_id|>") == [begin, *b"<|eot_id|>"]
+
+
+def test_a_long_context_loses_its_beginning_and_is_counted(plain):
+    config, network, begin = plain
+    short = model.Transformer(dataclasses.replace(network.config, max_seq_len=16))
+    short.load_state_dict(network.state_dict())
+    lm = harness((config, short, begin))
+    text, answer = "alpha beta gamma delta", "zz"
+    [(nats, _)] = lm.loglikelihood(requests((text, answer)))
+    # 15 tokens of context and the first of the answer are all that the model reads.
+    assert nats == pytest.approx(
+        plain_nats(network, text[-15:].encode(), answer.encode()), abs=1e-4
+    )
+    [written] = lm.generate_until(requests((text, {"max_gen_toks": 100})))
+    ids = plain_greedy(network, text[-8:].encode(), 8)
+    assert written.encode() == bytes(ids)[: len(written)] and len(written) == 8
+    assert lm.cut == 2
+    with pytest.raises(ValueError, match="17 tokens, too many"):
+        lm.loglikelihood(requests(("a", "b" * 17)))
+
+
+def test_the_rolling_log_likelihood_is_the_sum_over_the_text(plain):
+    _, network, begin = plain
+    text = "alpha beta delta"
+    [nats] = harness(plain).loglikelihood_rolling(requests((text,)))
+    assert nats == pytest.approx(plain_nats(network, [begin], text.encode()), abs=1e-3)
+
+
+def test_a_rolling_log_likelihood_in_windows_predicts_each_token_once(plain):
+    config, network, begin = plain
+    short = model.Transformer(dataclasses.replace(network.config, max_seq_len=16))
+    short.load_state_dict(network.state_dict())
+    text = b"alpha beta delta gam"  # 20 tokens: 16 after the begin token, then 4 after 13 others
+    [nats] = harness((config, short, begin)).loglikelihood_rolling(requests((text.decode(),)))
+    by_hand = plain_nats(network, [begin], text[:16]) + plain_nats(network, text[3:16], text[16:])
+    assert nats == pytest.approx(by_hand, abs=1e-3)
+
+
+def test_generation_with_the_cache_is_greedy_without_it(plain):
+    _, network, begin = plain
+    ids = [begin, *b"beta"]
+    [new] = evaluation.generate(network, torch.tensor([ids]), 40, lambda new: False)
+    assert new == plain_greedy(network, ids, 40)
+
+
+def test_rows_of_a_batch_that_end_at_different_steps_write_the_same_as_alone(plain):
+    _, network, begin = plain
+    prompts = [[begin, *text] for text in (b"alpha", b"gamma", b"delta", b"beta ")]
+    alone = [plain_greedy(network, ids, 12) for ids in prompts]
+    marks = {tuple(new[:length]) for new, length in zip(alone, (3, 12, 1, 7), strict=True)}
+    together = evaluation.generate(
+        network, torch.tensor(prompts), 12, lambda new: tuple(new) in marks
+    )
+    assert len({len(new) for new in together}) > 1
+    for new, whole in zip(together, alone, strict=True):
+        ends = [n for n in range(1, 13) if tuple(whole[:n]) in marks]
+        assert new == whole[: min(ends, default=12)]
+
+
+def test_a_text_ends_before_its_first_stop_and_keeps_its_place(plain):
+    _, network, begin = plain
+    texts = ["alpha", "be", "gamma", "a much longer one", "delta"]
+    whole = [bytes(plain_greedy(network, [begin, *text.encode()], 12)).decode() for text in texts]
+    stop = whole[0][4:6]
+    options = {"until": [stop], "max_gen_toks": 12}
+    for batch_size in (1, 4):
+        found = harness(plain, batch_size).generate_until(requests(*((t, options) for t in texts)))
+        assert found == [text.split(stop)[0] for text in whole]
+    with pytest.raises(ValueError, match="greedy"):
+        harness(plain).generate_until(requests(("a", {"do_sample": True, "temperature": 1.0})))
+
+
+def test_a_rendered_conversation_has_the_tokens_that_training_reads():
+    encoding, _ = data.load_tokenizer("bytes", [])
+    talk = [("system", "Be brief."), ("user", " 1+1? "), ("assistant", "2"), ("user", "So?\n")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    ids, _ = data.encode_chat(encoding, talk, 10_000)
+    rendered = encoding.encode(evaluation.render_chat(messages), allowed_special="all")
+    header = rendered[len(ids) :]
+    assert rendered[: len(ids)] == ids.tolist()
+    assert encoding.decode(header) == "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    # A turn that is left open goes on: an answer's beginning that the task gives.
+    text = evaluation.render_chat([*messages, {"role": "assistant", "content": "It is"}], False)
+    assert encoding.encode(text, allowed_special="all") == [*rendered, *b"It is"]
+
+
+def test_local_tasks_give_the_numbers_worked_out_by_hand_with_nothing_looked_up(
+    plain, runs, offline, tmp_path, capsys
+):
+    _, network, begin = plain
+    folder = tmp_path / "tasks"
+    choices = [("alpha ", ["beta", "xqz"]), ("a list", ["of", "gamma", "!"]), ("be", ["ta", "at"])]
+    rows = []
+    for right, (question, answers) in zip((True, False, True), choices, strict=True):
+        # The library puts a blank before an answer, and moves one that ends a question there.
+        context = [begin, *question.rstrip().encode()]
+        blanks = " " * (1 + question.endswith(" "))
+        nats = [plain_nats(network, context, f"{blanks}{a}".encode()) for a in answers]
+        best = nats.index(max(nats))
+        answer = best if right else (best + 1) % len(answers)
+        rows.append({"question": question, "choices": answers, "answer": answer})
+    choice_task(folder, "local_choice", rows)
+    written = {}
+    for question in ("alpha", "gamma", "be", "delta"):
+        ids = [begin, *question.encode()]
+        written[question] = bytes(plain_greedy(network, ids, 12)).decode()
+    stop = written["alpha"][5]
+    answers = {question: text.split(stop)[0] for question, text in written.items()}
+    rows = [{"question": q, "answer": answers[q] if q != "gamma" else "no"} for q in answers]
+    text_task(folder, "local_text", rows, until=[stop])
+
+    found = measured(runs / "plain", "local_choice,local_text", folder)
+    assert offline == []
+    common = {"shots": 0, "limit": None, "chat": False, "checkpoint": "step-00000120"}
+    common |= {"filter": "none", "lm_eval": sys.modules["lm_eval"].__version__}
+    # Of n zeros and ones with mean p the standard error is sqrt(p (1 - p) / (n - 1)).
+    choice = {"task": "local_choice", "metric": "acc", "value": 2 / 3, "stderr": 1 / 3, "n": 3}
+    text = {"task": "local_text", "metric": "exact_match", "value": 0.75, "stderr": 0.25, "n": 4}
+    assert found == [pytest.approx(choice | common), pytest.approx(text | common)]
+    printed = capsys.readouterr().out
+    assert "| local_choice | acc | 0.6667 | 0.3333 | 3 | 0 |" in printed
+    assert "| local_text | exact_match | 0.7500 | 0.2500 | 4 | 0 |" in printed
+
+    # Asked again, a task's rows are replaced; those of other tasks of this checkpoint stay.
+    [text_row, choice_row] = measured(runs / "plain", "local_choice", folder, "--limit", "1")
+    assert text_row == pytest.approx(text | common)
+    assert (choice_row["n"], choice_row["limit"], choice_row["stderr"]) == (1, 1, None)
+    older = [choice_row | {"checkpoint": "step-00000040"}]
+    (runs / "plain" / "tasks.json").write_text(json.dumps(older))
+    [row] = measured(runs / "plain", "local_text", folder)
+    assert row["task"] == "local_text"
+
+
+def test_a_fine_tuned_run_is_asked_in_the_chat_format(runs, offline, tmp_path):
+    config, network = evaluation.open_run(runs / "chat")
+    encoding, _, ends = evaluation.open_tokenizer(config)
+    assert [encoding.decode([end]) for end in sorted(ends)] == ["<|end_of_text|>", "<|eot_id|>"]
+    answers = {}
+    for question in ("alpha", "beta"):
+        ids, _ = data.encode_chat(encoding, [("user", question), ("assistant", "")], 10_000)
+        new = plain_greedy(network, ids[:-1].tolist(), 12)
+        assert encoding.encode_single_token("<|eot_id|>") in new  # the turn ends
+        answers[question] = encoding.decode(new).split("<|eot_id|>")[0]
+    rows = [{"question": question, "answer": answer} for question, answer in answers.items()]
+    text_task(tmp_path / "tasks", "talk", rows)
+    [row] = measured(runs / "chat", "talk", tmp_path / "tasks")
+    assert row["chat"] and row["value"] == 1.0
+    [row] = measured(runs / "chat", "talk", tmp_path / "tasks", "--no-chat")
+    assert not row["chat"] and row["value"] < 1.0
+
+
+def test_a_group_speaks_for_its_tasks_and_the_papers_metrics_for_the_others(
+    runs, offline, tmp_path
+):
+    folder = tmp_path / "tasks"
+    for name, count in (("one", 1), ("two", 3)):
+        text_task(folder, name, [{"question": "a", "answer": "no"}] * count)
+    group = {"group": "both", "task": ["one", "two"]}
+    group["aggregate_metric_list"] = [{"metric": "exact_match", "weight_by_size": True}]
+    (folder / "both.yaml").write_text(json.dumps(group))
+    (folder / "scores.py").write_text(
+        "def process(doc, results):\n"
+        "    names = ('prompt_level_strict_acc', 'prompt_level_loose_acc', 'inst_level_acc')\n"
+        "    return dict(zip(names, (0.0, 1.0, 0.5)))\n"
+    )
+    text_task(folder, "follows", [{"question": "a", "answer": ""}])
+    file = folder / "follows.yaml"
+    file.write_text(file.read_text()[:-1] + ', "process_results": !function scores.process}')
+    rows = measured(runs / "plain", "both,follows", folder)
+    found = {(row["task"], row["metric"]): (row["value"], row["n"]) for row in rows[-3:]}
+    assert found == {
+        ("follows", "prompt_level_strict_acc"): (0.0, 1),
+        ("follows", "prompt_level_loose_acc"): (1.0, 1),
+        ("both", "exact_match"): (0.0, 4),
+    }
+    assert offline == []
+
+
+def test_a_task_that_runs_the_models_code_needs_a_flag(
+    runs, offline, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    folder = tmp_path / "tasks"
+    text_task(folder, "programs", [{"question": "def f():", "answer": ""}])
+    file = folder / "programs.yaml"
+    file.write_text(file.read_text()[:-1] + ', "unsafe_code": true}')
+    line = ["tasks", str(runs / "plain"), "--tasks", "programs", "--task-path", str(folder)]
+    assert evaluation.main(line) == 2
+    assert "--allow-code" in capsys.readouterr().err
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
+    assert evaluation.main([*line, "--allow-code"]) == 0
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"
+
+
+def test_a_missing_library_is_one_line_with_the_command_that_installs_it(runs, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluation.main(["tasks", str(runs / "plain"), "--tasks", "bbh"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install 'lm_eval[ifeval]==" in error
+
+
+def test_an_unknown_task_is_named_with_near_ones_and_the_papers_names_are_the_librarys(
+    runs, offline, tmp_path, capsys
+):
+    from lm_eval import __version__
+
+    text_task(tmp_path / "tasks", "own", [{"question": "a", "answer": ""}])
+    line = ["tasks", str(runs / "plain"), "--tasks", "ifeval,mmlu_pro,bbh,humaneval_plus,ifbenhc"]
+    assert evaluation.main([*line, "--task-path", str(tmp_path / "tasks")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and offline == []
+    # The first name that is not known: the four before are.
+    assert f"--tasks ifbenhc: lm_eval {__version__} has no such task" in error
+    assert "ifeval" in error and "tasks has own" in error
+
+
+def test_data_out_of_reach_is_one_line_and_is_not_waited_for(runs, offline, tmp_path, capsys):
+    far = dict(dataset_path="someone/something", dataset_kwargs={}, doc_to_target="x")
+    local_task(tmp_path / "tasks", "far", [], output_type="generate_until", **far)
+    line = ["tasks", str(runs / "plain"), "--tasks", "far", "--task-path", str(tmp_path / "tasks")]
+    assert evaluation.main(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("eval.py: --tasks far: ") and "someone/something" in error
+    assert error.count("\n") == 1 and offline == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("loss nowhere", "nowhere/config.json: cannot be read"),
+        ("tasks nowhere --tasks bbh", "nowhere/config.json: cannot be read"),
+        ("tasks runs/plain", "--tasks"),
+        ("tasks runs/plain --tasks bbh --limit 0", "--limit"),
+        ("tasks runs/plain --tasks bbh --batch-size 0", "--batch-size"),
+        ("tasks runs/plain --tasks bbh --chat", "--chat: runs/plain was not trained"),
+        ("tasks runs/plain --tasks bbh --task-path nowhere", "--task-path nowhere: is no folder"),
+        ("tasks runs/plain --tasks bbh --limits 3", "--limits"),
+        ("sample runs/plain --tokens 0", "--tokens: at least 1"),
+        ("sample runs/plain --temperature -1", "--temperature"),
+        (f"sample runs/plain --prompt {'x' * 1024}", "--prompt: 1025 tokens"),
+        ("exprot runs/plain x", "exprot"),
+        ("", "command"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(runs, line, words, capsys):
+    if "--tasks bbh" in line:
+        pytest.importorskip("lm_eval")
+    assert evaluation.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("eval.py: ") and words in error and error.count("\n") == 1
+
+
+def test_a_run_of_another_version_is_named(runs, tmp_path, capsys):
+    config = json.loads((runs / "plain" / "config.json").read_text())
+    config["config"]["forgotten"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert evaluation.main(["loss", str(tmp_path)]) == 2
+    assert "config.json: written by another version" in capsys.readouterr().err
+
+
+def test_a_sample_repeats_with_its_seed_and_leaves_the_global_generator_alone(runs, capsys):
+    state, others = torch.get_rng_state(), random.getstate()
+    texts = [evaluation.sample(runs / "plain", "al", 30, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == others
+    assert evaluation.main(f"sample {runs}/plain --prompt al --tokens 30 --seed 1".split()) == 0
+    assert capsys.readouterr().out == texts[0] + "\n"
+
+
+def test_a_sample_at_temperature_0_or_of_the_one_likeliest_is_greedy(plain, runs):
+    _, network, begin = plain
+    greedy = "al" + bytes(plain_greedy(network, [begin, *b"al"], 20)).decode()
+    assert evaluation.sample(runs / "plain", "al", 20, temperature=0) == greedy
+    assert evaluation.sample(runs / "plain", "al", 20, temperature=2, top_k=1) == greedy
+
+
+def test_an_exported_run_reads_back_bit_for_bit_and_opens_in_transformers(plain, runs, tmp_path):
+    _, network, begin = plain
+    assert evaluation.main(["export", str(runs / "plain"), str(tmp_path / "hf")]) == 0
+    size, weights = model.load_hf(tmp_path / "hf")
+    assert size == network.config
+    assert {name: bytes(t.numpy()) for name, t in weights.items()} == {
+        name: bytes(t.numpy()) for name, t in network.state_dict().items()
+    }
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.tensor([[begin, *b"alpha beta"]])
+    with torch.no_grad():
+        torch.testing.assert_close(peer(ids).logits, network.logits(ids), rtol=0, atol=1e-4)

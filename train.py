@@ -23,8 +23,9 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,12 @@ class Config:
     resume: bool = False  # continue runs/NAME from its latest checkpoint
     overwrite: bool = False  # delete what runs/NAME holds
     # questions that run nothing
-    dry_run: bool = False  # print schedule, payload and time on a link, and stop
+    dry_run: bool = False  # print schedule, memory, payload and time on a link, and stop
     json: bool = False  # with --dry-run: the last line is a JSON object
     verdicts: str = ""  # with --dry-run: replace verdicts, such as 8=moderate,9=severe
     link_gbps: float = 1.0  # with --dry-run: rate of the link, Gbit/s
     link_ms: float = 0.0  # with --dry-run: delay of a synchronisation, ms
+    step_seconds: float = 0.0  # with --dry-run: of an inner step; 0: its FLOPs at 400 TFLOP/s a GPU
 
     def __post_init__(self) -> None:
         """Check every value; nothing exists yet that a mistake could damage."""
@@ -124,7 +126,7 @@ class Config:
             self._at_least(name, 1)
         for name in ("seed", "micro_batch", "eval_every", "warmup", "weight_decay", "grad_clip"):
             self._at_least(name, 0)
-        for name in ("outer_lr", "link_ms"):
+        for name in ("outer_lr", "link_ms", "step_seconds"):
             self._at_least(name, 0)
         for name in ("lr", "timeout_minutes", "link_gbps"):
             if not 0 < getattr(self, name) < math.inf:
@@ -209,6 +211,7 @@ _C4: dict[str, Any] = dict(
     steps=50_000,
     workers=8,
     batch_size=128,
+    micro_batch=32,  # what 80 GB hold
     seq_len=1024,
     val_documents=4096,
     lr=4e-4,  # A17, with betas, weight decay and clipping
@@ -253,8 +256,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 # A resume may change these; they do not touch what is computed.
-RESUME_MAY_CHANGE = {"compile", "timeout_minutes", "checkpoint_every", "resume", "overwrite"}
-DRY_RUN_ONLY = ("json", "verdicts", "link_gbps", "link_ms")
+RESUME_MAY_CHANGE = {
+    *("name", "resume", "overwrite"),
+    *("compile", "timeout_minutes", "checkpoint_every"),
+}
+DRY_RUN_ONLY = ("json", "verdicts", "link_gbps", "link_ms", "step_seconds")
 
 
 def _flag(name: str) -> str:
@@ -323,16 +329,14 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     config = Config(**(RECIPES.get(recipe, {}) | given))
     if not config.resume:
         return config, given
-    saved = read_json(config.folder / "config.json")["config"]
-    if set(saved) != {field.name for field in fields(Config)}:
-        raise ValueError(f"{config.folder / 'config.json'}: written by another version")
+    saved = load_config(config.folder)
     for name, value in given.items():
-        if name not in RESUME_MAY_CHANGE | {"name"} and saved[name] != value:
+        if name not in RESUME_MAY_CHANGE and getattr(saved, name) != value:
             raise ValueError(
-                f"{_flag(name)} {value}: runs/{config.run_name} was started with {saved[name]}"
+                f"{_flag(name)} {value}: {config.folder} was started with {getattr(saved, name)}"
             )
     allowed = {name: value for name, value in given.items() if name in RESUME_MAY_CHANGE}
-    return Config(**(saved | allowed)), given
+    return replace(saved, **(allowed | {"name": config.run_name})), given
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
@@ -358,9 +362,8 @@ def without_effect(config: Config, given: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------- cost before you pay
 
 
-def synchronisations(config: Config, intervals: list[int]) -> int:
-    """Synchronisations of a run: one an interval, for ddp one a step."""
-    return sum(intervals) if config.method == "ddp" else len(intervals)
+SUSTAINED_FLOPS = 400e12  # of a GPU: 40 % of an H100's dense bf16 peak
+FITS = 72e9  # bytes of an 80 GB GPU
 
 
 def diloco_payload(config: Config) -> int:
@@ -383,39 +386,176 @@ def totals(config: Config, intervals: list[int], payload: int) -> dict[str, Any]
     }
 
 
+def shard_numels(config: Config, shard: int) -> dict[str, int]:
+    """Elements of each parameter on one rank of a worker: FSDP2 cuts dimension 0 like torch.chunk.
+
+    Args:
+        config: gives model and S.
+        shard: below S.
+    """
+    numels = {}
+    for name, shape in model.parameter_shapes(model.SIZES[config.model]).items():
+        rows = math.ceil(shape[0] / config.ranks_per_worker)
+        rows = min(rows, max(0, shape[0] - shard * rows))
+        numels[name] = rows * shape[1:].numel()
+    return numels
+
+
+def payload_per_synchronisation(config: Config) -> int:
+    """Logical payload of one synchronisation: a worker's encoded pseudo-gradient, all shards."""
+    codec = quant.CODECS[config.wire]
+    shards = [shard_numels(config, shard) for shard in range(config.ranks_per_worker)]
+    return sum(quant.payload_bytes(codec, list(numels.values())) for numels in shards)
+
+
+def step_seconds(config: Config) -> float:
+    """Estimate of an inner step: --step-seconds, or FLOPs at a sustained rate.
+
+        FLOPs of a token = 6 (parameters in matrix products) + 12 layers C T
+
+    over the rows of one GPU, a third more with activation checkpointing. FSDP2's own traffic is
+    taken to hide behind it.
+
+    Source: PaLM (arXiv:2204.02311), appendix B.
+    """
+    size = model.SIZES[config.model]
+    lookup = 0 if size.tied else size.vocab_size * size.width
+    products = model.parameter_count(size) - lookup
+    flops = 6 * products + 12 * size.layers * size.width * config.seq_len
+    tokens = math.ceil(config.batch_size / config.ranks_per_worker) * config.seq_len
+    again = 4 / 3 if config.activation_checkpointing else 1.0
+    return config.step_seconds or tokens * flops * again / SUSTAINED_FLOPS
+
+
+def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
+    """Estimate of one GPU's memory in bytes, by purpose.
+
+        states       4 n (3 R + 1) + 8 n    parameters and AdamW of R workers, gradients; shared, m
+        wire         e (1 + 2 R (G-1)/G)    the mean; sent and received parts of it
+        copies       2 n in bf16; S > 1: c (3 b + 2 r) + 4 max(b, r), as FSDP2 gathers two blocks
+                     and the rest, and reduces the gradient of one and the rest in fp32
+        activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
+                     tokens (layers 4 C + one layer's + 16 C)
+        loss         logits as c bytes, twice as fp32; 4 V C for the gradient of a chunked head
+
+    n parameters of a rank (S-th part), b and r of a block and outside of blocks, e encoded bytes of
+    n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU, R
+    hosted workers. ddp holds R gradients and neither shared parameters nor m. Not in it: what torch
+    and the driver need, and fragmentation; `FITS` leaves a tenth for them.
+
+    Args:
+        config: the run.
+        hosted: R, workers of a rank.
+    Returns:
+        Bytes by purpose.
+    """
+    size, S, groups = model.SIZES[config.model], config.ranks_per_worker, config.workers // hosted
+    local, whole = shard_numels(config, 0), model.parameter_shapes(size)
+    n, c = sum(local.values()), 2 if config.dtype == "bf16" else 4
+    states = 4 * n * (3 * hosted + 1) + 8 * n
+    if config.method == "ddp":
+        states = 4 * n * (3 + hosted)
+    encoded = quant.payload_bytes(quant.CODECS[config.wire], list(local.values()))
+    wire = encoded * (1 + 2 * hosted * (groups - 1) / groups) if groups > 1 else 0
+    rest = sum(shape.numel() for name, shape in whole.items() if not name.startswith("blocks."))
+    block = (model.parameter_count(size) - rest) // size.layers
+    copies = 2 * n if c == 2 else 0
+    if S > 1:
+        copies = c * (3 * block + 2 * rest) + 4 * max(block, rest)
+    rows = math.ceil(config.batch_size / S)
+    tokens = min(config.micro_batch or rows, rows) * config.seq_len
+    C, keys = size.width, size.kv_heads * size.head_dim
+    layer = 16 * C + c * (5 * C + 3 * keys + 4 * size.ffn_width)
+    kept = size.layers * 4 * C + layer if config.activation_checkpointing else size.layers * layer
+    logits, head = tokens * size.vocab_size * c, 0
+    if size.vocab_size > model.LARGE_VOCABULARY:
+        logits, head = min(logits, model.CHUNK_BYTES["cuda"]), 4 * size.vocab_size * C
+    return {
+        "states": states,
+        "wire": wire,
+        "copies": copies,
+        "activations": tokens * (kept + 16 * C),
+        "loss": logits * (1 + 8 / c) + head,
+    }
+
+
+def compare_methods(
+    config: Config, walked: list[tuple[autoloco.Plan, autoloco.Decision]]
+) -> dict[str, dict[str, float]]:
+    """Cost of every method on the link of --link-gbps and --link-ms.
+
+        hours = synchronisations (payload 8 / rate + delay) / 3600
+        utilisation = computing / (computing + hours)
+
+    Args:
+        config: the run.
+        walked: its own intervals; the other methods take theirs from the same base horizon.
+    Returns:
+        For each method `synchronisations payload_bytes saved hours utilisation`.
+    """
+    each = payload_per_synchronisation(config)
+    delay = each * 8 / (config.link_gbps * 1e9) + config.link_ms / 1e3
+    computing = config.steps * step_seconds(config) / 3600
+    table: dict[str, dict[str, float]] = {}
+    for method in METHODS:
+        other, rows = replace(config, method=method, horizons="", verdicts=""), walked
+        if method != config.method:
+            rows = list(autoloco.simulate(other.rules))
+        count = config.steps if method == "ddp" else len(rows)
+        hours = count * delay / 3600
+        table[method] = {
+            "synchronisations": count,
+            "payload_bytes": each * count,
+            "saved": 1 - each * count / diloco_payload(config),
+            "hours": hours,
+            "utilisation": computing / (computing + hours),
+        }
+    return table
+
+
 def dry_run(config: Config) -> dict[str, Any]:
-    """Print what a run would execute, send and wait for on a link; assume that every verdict
-    supports.
+    """Print what a run would execute, hold, send and wait for on a link, beside the other methods;
+    assume that every verdict supports.
 
     Args:
         config: the run.
     Returns:
-        The totals.
+        The totals, parameters, input positions, bytes of a GPU (with one worker on S of them), and
+        `compare_methods`.
     """
-    size = model.SIZES[config.model]
-    numels = [shape.numel() for shape in model.parameter_shapes(size).values()]
-    each = quant.payload_bytes(quant.CODECS[config.wire], numels)
     walked = list(autoloco.simulate(config.rules, config.parsed_verdicts))
-    intervals = [planned.steps for planned, _ in walked]
-    count = synchronisations(config, intervals)
-    result = totals(config, intervals, each * count)
-    hours = count * (each * 8 / (config.link_gbps * 1e9) + config.link_ms / 1e3) / 3600
+    methods = compare_methods(config, walked)
+    mine, count = methods[config.method], model.parameter_count(model.SIZES[config.model])
     positions = config.steps * config.workers * config.batch_size * config.seq_len
+    result = totals(config, [planned.steps for planned, _ in walked], int(mine["payload_bytes"]))
     print(f"recipe            {config.recipe}, method {config.method}")
-    print(f"model             {config.model}, {sum(numels):,} parameters")
+    print(f"model             {config.model}, {count:,} parameters")
     print(f"steps             {config.steps:,} on {config.workers} workers")
     print(f"input positions   {positions / 1e9:,.3f} G")
     print(f"intervals         {diloco.format_runs(result['intervals'])}")
-    print(f"synchronisations  {count:,}")
-    print(
-        f"payload           {each * count / 1e9:,.3f} GB a worker and direction, as {config.wire}"
-    )
-    print(f"against DiLoCo    {100 * result['saved']:.1f} % saved")
-    print(f"on a link         {hours:,.2f} h at {config.link_gbps:g} Gbit/s, {config.link_ms:g} ms")
+    memory = {}
+    for hosted in (config.workers, 1) if config.ranks_per_worker == 1 else (1,):
+        memory = memory_per_gpu(config, hosted)
+        total, gpus = sum(memory.values()), config.workers // hosted * config.ranks_per_worker
+        fits = "fits" if total <= FITS else "does not fit"
+        words = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in memory.items())
+        print(f"memory on {gpus:<8}{total / 1e9:.3g} GB a GPU, {fits} in 80: {words}")
+    payload = payload_per_synchronisation(config) / 1e9
+    print(f"payload           {payload:,.3f} GB a worker and direction, as {config.wire}")
+    print(f"link              {config.link_gbps:g} Gbit/s and {config.link_ms:g} ms")
+    source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s a GPU"
+    print(f"step              {step_seconds(config):.3g} s, {source}")
+    print(f"\n{'':12}{'syncs':>8}{'GB':>14}{'saved':>13}{'h on link':>12}{'utilisation':>13}")
+    for method, row in methods.items():
+        print(
+            f"{method:12}{row['synchronisations']:8,}{row['payload_bytes'] / 1e9:14,.3f}"
+            f"{100 * row['saved']:11,.1f} %{row['hours']:12.3g}{100 * row['utilisation']:11.1f} %"
+        )
     for planned, decision in walked:
         if planned.interval in config.parsed_verdicts:
             print(f"interval {planned.interval:<4}     {decision.phase}: {decision.reason}")
-    return result
+    more = {"parameters": count, "input_positions": positions, "memory_bytes": memory}
+    return result | more | {"methods": methods}
 
 
 # ---------------------------------------------------------------- files
@@ -433,6 +573,36 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:
         raise ValueError(f"{path}: damaged, not JSON") from None
+
+
+def load_config(folder: Path) -> Config:
+    """The config that a run was started with.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    path = folder / "config.json"
+    saved = read_json(path)
+    try:
+        if set(saved["config"]) != {field.name for field in fields(Config)}:
+            raise ValueError("written by another version of this program")
+        return Config(**(saved["config"] | {"resume": False, "overwrite": False}))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (KeyError, TypeError):
+        raise ValueError(f"{path}: damaged") from None
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `environment` wrote.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    facts = read_json(folder / "env.json")
+    if not isinstance(facts, dict) or not isinstance(facts.get("data"), dict):
+        raise ValueError(f"{folder / 'env.json'}: damaged")
+    return facts
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -459,8 +629,15 @@ def environment(ranks: diloco.Ranks, source: data.Source) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": ranks.world,
         "source_sha256": digest,
+        "launch": launch(),
         "data": source.describe(),
     }
+
+
+def launch() -> str:
+    """Names this launch, the same after a restart by torchrun; empty under plain python."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name} of {os.getppid()} on {platform.node()}" if name else ""
 
 
 class Log:
@@ -471,34 +648,75 @@ class Log:
         writes: whether this rank writes.
     """
 
+    FILES = {"metrics": ("step", 1), "intervals": ("interval", 0)}  # counted by, from
+
     def __init__(self, folder: Path, writes: bool) -> None:
         self.folder, self.writes = folder, writes
 
+    def path(self, name: str) -> Path:
+        """The file of `name`."""
+        return self.folder / f"{name}.jsonl"
+
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows to `name`.jsonl; a number that is not finite is null."""
-        if self.writes:
-            with open(self.folder / f"{name}.jsonl", "a") as file:
-                for row in rows:
-                    clean = {
-                        key: None
-                        if isinstance(value, float) and not math.isfinite(value)
-                        else value
-                        for key, value in row.items()
-                    }
-                    file.write(json.dumps(clean, allow_nan=False) + "\n")
-
-    def cut(self, step: int, interval: int) -> None:
-        """Cut both files back to a checkpoint, which is at `step` after `interval` intervals."""
         if not self.writes:
             return
-        for name, lines in (("metrics", step), ("intervals", 1 + interval)):
-            path = self.folder / f"{name}.jsonl"
-            kept = path.read_bytes().split(b"\n")[:lines]
-            if len(kept) < lines or (kept and not kept[-1]):
-                raise ValueError(f"{path}: holds fewer lines than the checkpoint, {lines}")
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-            temporary.replace(path)
+        try:
+            with open(self.path(name), "a") as file:
+                for row in rows:
+                    file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path(name)}: {error.strerror}") from None
+
+    def flush(self) -> None:
+        """Put the files on the disk, as a checkpoint that counts their lines must find them."""
+        for name in self.FILES:
+            with open(self.path(name), "rb") as file:
+                os.fsync(file.fileno())
+
+    def kept(self, name: str, count: int) -> bytes:
+        """The first `count` lines of `name`.jsonl; says if it drops a torn last line.
+
+        Raises:
+            ValueError: naming the file, and the line that is missing or damaged.
+        """
+        path, (key, first) = self.path(name), self.FILES[name]
+        try:
+            *lines, torn = path.read_bytes().split(b"\n")  # a complete file ends with a newline
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        if torn:
+            print(f"{path}: the torn last line is dropped", file=sys.stderr)
+        if len(lines) < count:
+            raise ValueError(f"{path}: {len(lines)} lines, but the checkpoint was saved at {count}")
+        for number, line in enumerate(lines[:count], first):
+            try:
+                whole = json.loads(line).get(key, 0) == number
+            except (ValueError, AttributeError):
+                whole = False
+            if not whole:
+                raise ValueError(f"{path}: line {number + 1 - first} is damaged")
+        return b"".join(line + b"\n" for line in lines[:count])
+
+    def cut(self, state: autoloco.State) -> None:
+        """Cut both files back to a checkpoint."""
+        for name, kept in self.at(state).items() if self.writes else ():
+            temporary = self.path(name).with_suffix(".tmp")
+            temporary.write_bytes(kept)
+            temporary.replace(self.path(name))
+
+    def at(self, state: autoloco.State) -> dict[str, bytes]:
+        """Both files as they were at a checkpoint: one row a step, header and one an interval."""
+        counts = {"metrics": state.step, "intervals": 1 + state.interval}
+        return {name: self.kept(name, count) for name, count in counts.items()}
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for JSON: a number that is not finite is null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -548,13 +766,16 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Write a safetensors file through to the disk; returns its checksum."""
     from safetensors.torch import save
 
+    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     with open(path, "wb") as file:
-        file.write(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
 
 
 def _shard(ranks: diloco.Ranks, name: str) -> str:
@@ -562,7 +783,13 @@ def _shard(ranks: diloco.Ranks, name: str) -> str:
 
 
 def save_checkpoint(
-    folder: Path, ranks: diloco.Ranks, workers: diloco.Workers, progress: Progress, patience: float
+    config: Config,
+    ranks: diloco.Ranks,
+    workers: diloco.Workers,
+    progress: Progress,
+    log: Log,
+    stopping: StopFlag,
+    label: str,
 ) -> str:
     """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval, without collectives.
 
@@ -571,63 +798,80 @@ def save_checkpoint(
     two are kept.
 
     Args:
-        folder: the run folder, on a file system that all ranks see.
+        config: the run; its folder is on a file system that all ranks see.
         ranks: the launch.
         workers: parameters, AdamW states and records.
         progress: the rest of the state.
-        patience: seconds that rank 0 waits for another rank to begin.
+        log: the run's files, complete up to `progress`.
+        stopping: whether there is little time.
+        label: of the unfinished folder: a rank may save on request while rank 0 still gathers the
+            notes of the interval before.
     Returns:
         The checkpoint's name; on ranks above 0 the temporary one.
     Raises:
-        RuntimeError: on rank 0, naming the ranks that did not save.
+        LostPeer: on rank 0, naming a rank that did not save.
         OSError: a full disk; the earlier checkpoints stay.
     """
-    parent = folder / "checkpoint"
-    partial = parent / f"partial-{progress.state.step:08d}"
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / f"rank-{ranks.rank:03d}.begun").touch()
-    written: dict[str, dict[str, torch.Tensor]] = {}
-    if ranks.rank < ranks.ranks_per_worker:
-        written[_shard(ranks, "shared")] = workers.shared_state()
-    for row, worker in enumerate(ranks.hosted):
-        written[_shard(ranks, f"worker-{worker:02d}")] = workers.worker_state(row)
-    files: dict[str, str] = {}
-    for name, tensors in written.items():
-        path = partial / f"{name}.safetensors"
-        _write_tensors(path, tensors)
-        files[path.name] = _sha256(path)
-    note: dict[str, Any] = {"files": files, "done": max(workers.done)}
-    write_json(partial / f"rank-{ranks.rank:03d}.json", note)
-    if ranks.rank:
-        return partial.name
-    write_json(partial / "state.json", asdict(progress))
-    notes = _wait_for_notes(partial, ranks.world, patience)
-    manifest: dict[str, str] = {"state.json": _sha256(partial / "state.json")}
-    for note in notes:
-        manifest |= note["files"]
-    for path in partial.glob("rank-*"):
-        path.unlink()
-    write_json(partial / "manifest.json", {"files": manifest})
-    target = parent / f"step-{progress.state.step + max(note['done'] for note in notes):08d}"
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
-    for old in sorted(parent.glob("step-*"))[:-2]:
-        shutil.rmtree(old)
-    return target.name
+    parent = config.folder / "checkpoint"
+    partial = parent / f"partial-{label}"
+    begun = partial / f"rank-{ranks.rank:03d}.begun"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+        written: dict[str, dict[str, torch.Tensor]] = {}
+        if ranks.rank < ranks.ranks_per_worker:
+            written[_shard(ranks, "shared")] = workers.shared_state()
+        for row, worker in enumerate(ranks.hosted):
+            written[_shard(ranks, f"worker-{worker:02d}")] = workers.worker_state(row)
+        files: dict[str, str] = {}
+        for name, tensors in written.items():
+            path = partial / f"{name}.safetensors"
+            files[path.name] = _write_tensors(path, tensors)
+        note: dict[str, Any] = {"files": files, "done": max(workers.done)}
+        write_json(partial / f"rank-{ranks.rank:03d}.json", note)
+        if ranks.rank:
+            return partial.name
+        log.flush()
+        write_json(partial / "state.json", {"config": asdict(config)} | asdict(progress))
+        notes = _wait_for_notes(partial, ranks, stopping)
+        manifest: dict[str, str] = {"state.json": _sha256(partial / "state.json")}
+        for note in notes:
+            manifest |= note["files"]
+        for path in partial.glob("rank-*"):
+            path.unlink()
+        write_json(partial / "manifest.json", {"files": manifest})
+        target = parent / f"step-{progress.state.step + max(note['done'] for note in notes):08d}"
+        before = parent / f"{target.name}-before"
+        if target.exists():  # saved on request at the same step, maybe before its synchronisation
+            shutil.rmtree(before, ignore_errors=True)
+            target.rename(before)
+        partial.rename(target)
+        shutil.rmtree(before, ignore_errors=True)
+        for old in sorted(parent.glob("step-*"))[:-2]:
+            shutil.rmtree(old)
+        return target.name
+    except OSError as error:
+        begun.unlink(missing_ok=True)  # rank 0 need not wait for this one
+        raise OSError(
+            f"{partial}: {error.strerror}: not saved; the checkpoints before it stay"
+        ) from None
 
 
-def _wait_for_notes(partial: Path, world: int, patience: float) -> list[dict[str, Any]]:
-    """All ranks' notes. A rank that has not begun after `patience` seconds is taken for dead."""
-    deadline = time.monotonic() + patience
+def _wait_for_notes(partial: Path, ranks: diloco.Ranks, stopping: StopFlag) -> list[dict[str, Any]]:
+    """All ranks' notes. When the run is stopped, a rank that has not begun to write after 10
+    seconds is taken for dead: torchrun ends the others 30 seconds after it sent SIGTERM.
+    """
+    began, limit = time.monotonic(), ranks.timeout.total_seconds()
     while True:
         notes = sorted(partial.glob("rank-*.json"))
-        if len(notes) == world:
+        if len(notes) == ranks.world:
             return [read_json(path) for path in notes]
-        begun = {path.name for path in partial.glob("rank-*.begun")}
-        missing = [rank for rank in range(world) if f"rank-{rank:03d}.begun" not in begun]
-        if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"no checkpoint: rank {missing[0]} did not save its workers")
+        waited = time.monotonic() - began
+        begun = {path.stem for path in partial.glob("rank-*")}
+        absent = [rank for rank in ranks.everyone if f"rank-{rank:03d}" not in begun]
+        if waited > limit or (absent and stopping() and waited > 10):
+            names = ", ".join(map(str, absent)) or "of all"
+            raise diloco.LostPeer(f"no checkpoint: rank {names} did not save its workers")
         time.sleep(0.02)
 
 
@@ -645,8 +889,55 @@ def find_checkpoint(folder: Path) -> Path:
                     raise ValueError(f"{path / name}: checksum differs")
             return path
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"DAMAGED checkpoint passed over: {error}", file=sys.stderr)
-    raise ValueError(f"{folder}: holds no whole checkpoint")
+            print(f"DAMAGED CHECKPOINT {path} is passed over: {error}", file=sys.stderr)
+    raise ValueError(f"{folder}: no whole checkpoint; --overwrite starts again from the beginning")
+
+
+def check_checkpoint(config: Config, path: Path, log: Log) -> None:
+    """Refuse a checkpoint that would not continue this run, before anything is touched.
+
+    Args:
+        config: the run.
+        path: a checkpoint folder, found by `find_checkpoint`.
+        log: the run's files.
+    Raises:
+        ValueError: naming the setting that differs, or a file.
+    """
+    saved = read_json(path / "state.json")
+    for name, value in asdict(config).items():
+        if name not in RESUME_MAY_CHANGE and saved["config"][name] != value:
+            raise ValueError(
+                f"{_flag(name)} {value}: {path} was saved with {saved['config'][name]}"
+            )
+    log.at(autoloco.state_from_dict(saved["state"]))
+
+
+def check_data(source: data.Source, facts: Mapping[str, Any]) -> None:
+    """Refuse other documents than those that a run was started with.
+
+    Args:
+        source: what was opened.
+        facts: what its `describe` said at the start.
+    Raises:
+        ValueError: naming the fact that differs.
+    """
+    for name, value in source.describe().items():
+        if facts.get(name) != value:
+            raise ValueError(
+                f"--data {facts.get('data')}: {name} was {facts.get(name)} when the run started, "
+                f"now it is {value}"
+            )
+
+
+def tidy_checkpoints(path: Path) -> None:
+    """Put aside what a resume from `path` passed over, so that new checkpoints take its place."""
+    for other in path.parent.iterdir():
+        if other.name.startswith("partial-"):
+            shutil.rmtree(other)
+        elif other.name.startswith("step-") and other.name > path.name:
+            aside = path.parent / f"damaged-{other.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            other.rename(aside)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -675,6 +966,7 @@ def restore(path: Path, ranks: diloco.Ranks, workers: diloco.Workers) -> Progres
         The rest of the state.
     """
     saved = read_json(path / "state.json")
+    del saved["config"]
     saved["state"] = autoloco.state_from_dict(saved["state"])
     workers.load_shared(load_tensors(path / f"{_shard(ranks, 'shared')}.safetensors"))
     for row, worker in enumerate(ranks.hosted):
@@ -727,8 +1019,8 @@ def validate(
 # ---------------------------------------------------------------- the run
 
 
-def open_source(config: Config) -> data.Source:
-    """The documents of a run; ValueError names a file or flag."""
+def open_source(config: Config, revision: str = "") -> data.Source:
+    """The documents of a run, from the hub as of `revision`; ValueError names a file or flag."""
     return data.open_source(
         config.data,
         config.tokenizer,
@@ -740,6 +1032,7 @@ def open_source(config: Config) -> data.Source:
         val_documents=config.val_documents,
         chat=config.chat,
         init_from=config.init_from,
+        revision=revision,
     )
 
 
@@ -758,11 +1051,11 @@ def shard_module(module: torch.nn.Module, ranks: diloco.Ranks, dtype: str) -> No
     policy = MixedPrecisionPolicy(
         torch.bfloat16 if dtype == "bf16" else None, torch.float32, cast_forward_inputs=False
     )
-    fully_shard(module, mesh=ranks.mesh["shard"], mp_policy=policy)
+    sharded = fully_shard(module, mesh=ranks.mesh["shard"], mp_policy=policy)
     # The loss is divided by the whole worker's targets, so the shards' gradients add up. gloo knows
     # no PREMUL_SUM, which the factor would become.
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
 
 
 def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> diloco.Workers:
@@ -779,17 +1072,21 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     if config.init_from:
         size, weights = load_weights(Path(config.init_from))
     data.check_vocabulary(source, size.vocab_size)
+    compiled = config.compile if config.compile is not None else ranks.device.type == "cuda"
     with torch.device("meta"):
         network = model.Transformer(size, config.activation_checkpointing)
     for module in (*network.blocks, network):  # one after the other: the whole is never on one GPU
         module.to_empty(device=ranks.device, recurse=False)
+        if compiled and module is not network:
+            module.compile()
         if ranks.ranks_per_worker > 1:
             shard_module(module, ranks, config.dtype)
     if weights is None:
         network.init_weights(config.seed)
     else:
-        for name, parameter in network.named_parameters():
-            model.assign(parameter, weights.pop(name))
+        parameters = dict(network.named_parameters())
+        for name, value in weights:
+            model.assign(parameters[name], value)
     named = list(network.named_parameters())
     groups: list[dict[str, Any]] = [
         {
@@ -800,13 +1097,12 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     ]
     betas = (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    compiled = config.compile if config.compile is not None else ranks.device.type == "cuda"
     options: dict[str, Any] = dict(
         clip=config.grad_clip,
         micro_batch=config.micro_batch,
         autocast=torch.bfloat16 if config.dtype == "bf16" else None,
     )
-    arguments = (torch.compile(network) if compiled else network, optimizer, ranks)
+    arguments = (network, optimizer, ranks)
     codec = quant.CODECS[config.wire]
     if config.method == "ddp":
         return diloco.DataParallel(*arguments, codec, **options)
@@ -814,22 +1110,38 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     return diloco.LocalUpdate(*arguments, codec, outer_lr=outer_lr, **options)
 
 
-def load_weights(path: Path) -> tuple[model.ModelConfig, dict[str, torch.Tensor]]:
-    """Model configuration and parameters of a run folder or of a Hugging Face Llama folder.
+def load_weights(path: Path) -> tuple[model.ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
+    """Model shape and parameters of a run folder or of a Hugging Face Llama folder.
 
+    Args:
+        path: the folder.
+    Returns:
+        Shape, and (name, full tensor) one at a time: a rank that keeps a shard of an 8B model never
+        holds the whole.
     Raises:
         ValueError: naming the folder or file.
     """
     if not (path / "intervals.jsonl").exists():
-        return model.load_hf(path)
-    saved = read_json(path / "config.json")["config"]
-    checkpoint = find_checkpoint(path)
-    shards = [load_tensors(shard) for shard in sorted(checkpoint.glob("shared*.safetensors"))]
-    names = [name for name in shards[0] if name.startswith("shared.")]
-    weights = {name.removeprefix("shared."): torch.cat([s[name] for s in shards]) for name in names}
-    if saved["init_from"]:
-        return load_weights(Path(saved["init_from"]))[0], weights
-    return model.SIZES[saved["model"]], weights
+        size = model.read_config(path)
+        return size, model.read_weights(path, size, torch.float32)
+    saved = load_config(path)
+    size = model.SIZES[saved.model]
+    if saved.init_from:
+        size = load_weights(Path(saved.init_from))[0]
+    return size, _shared_parameters(find_checkpoint(path))
+
+
+def _shared_parameters(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The synchronised model of a checkpoint, from FSDP2's cuts on dimension 0; some are empty."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        files = sorted(checkpoint.glob("shared*.safetensors"))
+        shards = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        for key in shards[0].keys():
+            if key.startswith("shared."):
+                parts = [shard.get_tensor(key) for shard in shards]
+                yield key.removeprefix("shared."), torch.cat(parts)
 
 
 def interval_rows(
@@ -893,14 +1205,13 @@ def train(
         if not any(workers.done):
             workers.begin(planned.steps)
         for step in range(planned.step, planned.step + planned.steps):
-            meeting = f"step-{step}" if workers.every_step else f"interval-{planned.interval}"
-            ranks.meet(meeting, stopping, arrive=workers.every_step)
+            ranks.meet(f"step-{step} of {workers.party}", stopping, workers.party)
             workers.set_lr(autoloco.inner_lr(rules, step))
             for row, worker in enumerate(ranks.hosted):
                 if workers.done[row] <= step - planned.step:  # ahead only after a resume
                     workers.step(row, source.batch(worker, step))
             show(step + 1, planned, progress)
-        ranks.meet(f"interval-{planned.interval}", stopping, arrive=True)
+        ranks.meet(f"interval-{planned.interval}", stopping, ranks.everyone)
 
         middle, sent = time.perf_counter(), ranks.bytes_sent
         statistics = workers.synchronise(planned)
@@ -941,12 +1252,14 @@ def train(
         }
         log.append("intervals", [entry])
         if progress.bad >= config.max_bad_intervals:
-            raise RuntimeError(
-                f"{progress.bad} intervals in a row with non-finite workers "
-                f"{list(statistics.excluded)}: stopped; the last good checkpoint is kept"
+            raise diloco.Failure(
+                f"--max-bad-intervals: {progress.bad} in a row with a non-finite worker, the last "
+                f"with {list(statistics.excluded)}; the checkpoint before them is kept"
             )
-        if (planned.interval % config.checkpoint_every == 0 or last) and not progress.bad:
-            save_checkpoint(config.folder, ranks, workers, progress, 60 * config.timeout_minutes)
+        # Two are kept, and those before a run of bad intervals must stay among them.
+        if last or (planned.interval % config.checkpoint_every == 0 and not progress.bad):
+            label = f"{progress.state.step:08d}"
+            save_checkpoint(config, ranks, workers, progress, log, stopping, label)
 
 
 def finish(
@@ -967,12 +1280,12 @@ def finish(
     tail = losses[-max(1, len(losses) // 50) :]
     known = [loss for loss in tail if loss is not None]
     summary = totals(config, progress.intervals, progress.payload_bytes) | {
-        "train_loss": sum(known) / len(known) if known else None,  # mean of the last 2 % of steps
+        "train_loss": sum(known) / len(known) if known else math.nan,  # of the last 2 % of steps
         "val_loss": measured["val_loss"],
         "bits_per_byte": measured["bits_per_byte"],
         "seconds": round(progress.seconds, 1),
     }
-    write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", finite(summary))
     executed = diloco.format_runs(summary["intervals"])
     base = RECIPES[config.recipe].get("base_horizon", Config.base_horizon)
     print(f"\n{'':18}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'saved':>9}")
@@ -1050,28 +1363,38 @@ def run(config: Config, given: Mapping[str, Any]) -> int:
         )
     if config.ranks_per_worker > 1 and config.workers != world // config.ranks_per_worker:
         raise ValueError("--ranks-per-worker above 1: one worker per group of ranks only")
+    # torchrun repeats the command line: a restart continues the run of this launch, and no other.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted &= (folder / "env.json").exists() and read_facts(folder)["launch"] == launch()
     resume = config.resume or (restarted and any((folder / "checkpoint").glob("step-*")))
-    if chief and not resume and folder.exists() and any(folder.iterdir()):
-        if not (config.overwrite or restarted):
+    log, checkpoint, facts = Log(folder, chief), None, read_facts(folder)["data"] if resume else {}
+    if chief and not (resume or restarted or config.overwrite) and folder.exists():
+        if any(path.suffix != ".tmp" for path in folder.iterdir()):
             raise ValueError(f"{folder} already holds a run: give --resume, --overwrite or --name")
-    checkpoint = find_checkpoint(folder) if resume and chief else None
-    source = open_source(config)
+    if chief and resume:
+        checkpoint = find_checkpoint(folder)
+        check_checkpoint(config, checkpoint, log)
+    source = open_source(config, facts.get("revision", ""))
+    if chief and resume:
+        check_data(source, facts)
     ranks, words = diloco.connect(config.workers, config.ranks_per_worker, config.timeout_minutes)
+    stopping = StopFlag()
     workers = build_workers(config, ranks, source)
     progress = Progress(autoloco.start(config.rules), [])
     if chief and not resume:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        write_json(folder / "env.json", environment(ranks, source))
         changed = {name: value for name, value in asdict(config).items() if name in given}
         write_json(folder / "config.json", {"config": asdict(config), "given": changed})
-        write_json(folder / "env.json", environment(ranks, source))
-    log = Log(folder, chief)
+    if chief and checkpoint:
+        tidy_checkpoints(checkpoint)
     name = ranks.share(str(checkpoint or ""))
     if name:
         progress = restore(Path(name), ranks, workers)
-        log.cut(progress.state.step, progress.state.interval)
+        log.cut(progress.state)
     else:
+        log.append("metrics", [])
         about = {name: getattr(config, name) for name in ("recipe", "method", "workers", "wire")}
         log.append("intervals", [autoloco.header(config.rules, **about)])
     if local == 0:
@@ -1082,13 +1405,12 @@ def run(config: Config, given: Mapping[str, Any]) -> int:
         print(", ".join(f"{name} {facts[name]}" for name in shown if name in facts))
         if name:
             print(f"resuming at step {progress.state.step + max(workers.done)}")
-    stopping = StopFlag()
     display = Display(config, progress.state.step, local == 0)
     try:
         train(config, ranks, workers, source, progress, log, stopping, display)
     except diloco.Stop:
         display.close()
-        where = save_checkpoint(folder, ranks, workers, progress, 10.0)
+        where = save_checkpoint(config, ranks, workers, progress, log, stopping, "stop")
         if chief:
             print(f"saved {where}; continue with --resume --name {config.run_name}")
         return 0
@@ -1107,7 +1429,8 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
-    speaks = diloco.launched_ranks()[2] == 0
+    rank, world, local, _ = diloco.launched_ranks()
+    speaks = local == 0  # for all, as long as all know the same
     try:
         config, given = parse(argv)
         if speaks:
@@ -1121,9 +1444,20 @@ def main(argv: list[str]) -> int:
             return 0
         return run(config, given)
     except ValueError as error:
-        if speaks:
+        if speaks or diloco.connected():
             print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except (diloco.Failure, OSError) as error:
+        if speaks or type(error) is not diloco.Failure:
+            who = f"rank {rank}: " if world > 1 else ""
+            print(f"train.py: {who}{error}", file=sys.stderr)
+        return 1
+    except torch.distributed.DistError as error:
+        who, first = f"rank {rank}: ", str(error).splitlines()[0]
+        print(f"train.py: {who}lost rank 0 or torchrun, which holds the store ({first})", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # before training began: nothing to save
     finally:
         diloco.disconnect()
 

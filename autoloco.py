@@ -719,7 +719,7 @@ def _after_candidate(
     """Test a longer horizon against the accepted profile: adopt, confirm, or reject (A.2)."""
     confirmed = state.seen == 1
     if verdict == "supports" or (verdict == "consistent" and confirmed):
-        # The adopting interval itself initialises the new reference (SPEC section 4).
+        # The adopting interval itself initialises the new reference: only so is the remainder 250.
         adopted = Controller(
             "variability",
             state.horizon,
@@ -938,7 +938,7 @@ def record(
         mapper: after the interval.
         decision: the decision.
     Returns:
-        A JSON-ready dictionary with SPEC section 10's column names.
+        A JSON-ready dictionary, the log's columns in order.
     """
     measured = {
         name: value if math.isfinite(value) else None for name, value in asdict(observation).items()

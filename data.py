@@ -3,7 +3,7 @@
 Reading order: `Batch`, `Source.batch`, the two ways in which documents are dealt to workers
 (`Indexed`: all are in memory; `Streamed`: shards are read in order), then where they come from.
 
-Symbols (SPEC section 1): K workers, worker k, step s; B = batch_size, documents a worker and step;
+Symbols (README has all): K workers, worker k, step s; B = batch_size, documents a worker and step;
 T = seq_len, tokens. Documents are truncated or padded to T and never packed (E.1); padding counts
 neither in the loss nor in `Batch.tokens`. Nothing here touches a global random generator.
 """
@@ -208,7 +208,7 @@ class Indexed(Source):
     Step s, worker k, row i of the batch hold document number n of the run:
 
         n = (s K + k) B + i                                                           E.1
-        document = permutation of epoch n // N [n % N]         N documents, SPEC section 9
+        document = permutation of epoch n // N [n % N]         N documents
 
     so global batches are shared, shuffled and split over the workers, and nothing repeats within
     an epoch, whatever N, K and B are. `--partition module` sorts documents by source (url), cuts
@@ -433,7 +433,7 @@ def encode_chat(
         <|begin_of_text|> and per message <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>
 
     TEXT is stripped as in Llama's template, whose default system message (dates) is left out. The
-    loss is taken on the assistant's TEXT and its <|eot_id|> (E.1, SPEC section 9).
+    loss is taken on the assistant's TEXT and its <|eot_id|> (E.1).
 
     Args:
         tokenizer: "bytes" or "llama3".

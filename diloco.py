@@ -5,7 +5,7 @@ The only file with collectives. K workers live on any number of ranks that divid
 K/ranks replicas and steps them in turn on one module, whose parameters and AdamW state are
 switched. Or one worker is sharded over several ranks with FSDP2. Every worker's pseudo-gradient
 takes the same path through the codec and is summed in worker order, so the result does not depend
-on the layout, bit for bit (SPEC section 7).
+on the layout, bit for bit.
 
     paper       code        meaning
     K, k        workers     local-update workers; one of them
@@ -143,6 +143,8 @@ def parse_intervals(text: str) -> tuple[int, ...]:
         count, _, steps = part.rpartition("x")
         if not steps.isdecimal() or not (count or "1").isdecimal() or int(steps) < 1:
             raise ValueError(f"--horizons {part}: give STEPS or COUNTxSTEPS, such as 8x500,250")
+        if int(count or "1") > 10**6:  # before a list of that length exists
+            raise ValueError(f"--horizons {part}: at most 10^6 intervals")
         intervals += [int(steps)] * int(count or "1")
     return tuple(intervals)
 
@@ -227,35 +229,51 @@ class Ranks:
             (world, n).
         """
         rows = values.repeat(self.world, 1)
-        others = [rank for rank in range(self.world) if rank != self.rank]
+        others = [(self.rank + i) % self.world for i in range(1, self.world)]
         # ALL RANKS: same length here, or this hangs.
-        self.exchange(
-            {rank: values.contiguous() for rank in others}, {rank: rows[rank] for rank in others}
-        )
+        message = values.contiguous()
+        self.exchange(((rank, message) for rank in others), {rank: rows[rank] for rank in others})
         return rows
 
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """One message to and from each of some other ranks, all at once.
+    def exchange(self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]) -> None:
+        """One message to and from each of some other ranks.
+
+        Under gloo they leave one after the other, and the next one is made while one is under way:
+        on a link of 1 Gbit/s several at once took 1.5 times as long.
 
         Args:
-            sends: rank -> contiguous tensor.
+            sends: (rank, contiguous tensor), drawn one by one: the next ranks first, so that no
+                two ranks begin with the same one.
             receives: rank -> contiguous tensor, written.
         Raises:
             LostPeer: naming the rank that is gone.
         """
-        operations = []
-        for peer, message in sends.items():
+        targets = [(target, peer) for peer, target in receives.items() if target.numel()]
+        together = self.wire_device.type == "cuda"  # NCCL must know all of them as one group
+        operations = [dist.P2POp(dist.irecv, *pair) for pair in targets if together]
+        works: list[tuple[Any, int]] = []
+        if not together:
+            works = [(self._reach(peer, dist.irecv, t, peer), peer) for t, peer in targets]
+        for peer, message in sends:
             if message.numel():
-                operations.append(dist.P2POp(dist.isend, message, peer))
                 self.bytes_sent += message.numel() * message.element_size()
-        for peer, target in receives.items():
-            if target.numel():
-                operations.append(dist.P2POp(dist.irecv, target, peer))
+                if together:
+                    operations.append(dist.P2POp(dist.isend, message, peer))
+                    continue
+                if len(works) > len(targets):  # a second wait on the same one would never end
+                    work, last = works.pop()
+                    self._reach(last, work.wait)
+                works.append((self._reach(peer, dist.isend, message, peer), peer))
+        if operations:
+            works = [(work, -1) for work in self._reach(-1, dist.batch_isend_irecv, operations)]
+        for work, peer in works:
+            self._reach(peer, work.wait)
+
+    def _reach(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            for work in dist.batch_isend_irecv(operations) if operations else []:
-                work.wait()
+            return call(*arguments)
         except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0], self.everyone) from None
+            raise self._lost(str(error).splitlines()[0], self.everyone, peer) from None
 
     def _any_shard(self, stop: bool) -> bool:
         """Whether a rank of this worker knows of a signal. They are near each other, the store may
@@ -270,11 +288,11 @@ class Ranks:
             raise self._lost(str(error).splitlines()[0], self.shards) from None
         return bool(flag)
 
-    def _lost(self, reason: str, party: range) -> LostPeer:
-        """Name the ranks that are gone: a failed exchange fails on all others, and they report.
+    def _lost(self, reason: str, party: range, peer: int = -1) -> LostPeer:
+        """Name the ranks that are gone.
 
-        The error itself is no help: it has an address, maybe of a rank that left because it saw the
-        failure first.
+        After a timeout it is those that do not report one as well. After a closed connection it is
+        the peer at its other end, for whoever sees it first; the others may wait for this rank.
         """
         self.store.set(f"left/{self.rank}", "")
         for _ in range(30):
@@ -282,7 +300,9 @@ class Ranks:
             absent = [r for r in party if not self.store.check([f"left/{r}"])]
             if len(absent) < 2:
                 break
-        names = ", ".join(map(str, absent)) or "unknown"
+        gone = [peer] if peer in absent else absent
+        self.store.compare_set("lost", "", ", ".join(map(str, gone)) or "unknown")
+        names = self.store.get("lost").decode()
         return self._leave(
             f"lost rank {names} in an exchange: gone, or slower than --timeout-minutes ({reason})"
         )
@@ -319,8 +339,8 @@ class Ranks:
         """Go on together, or stop together: every rank of the party follows whoever settles `key`
         first.
 
-        The last one to arrive settles it with "go", one that learns of a signal with "stop", one that
-        waited too long with the names of the absent, so no rank enters a collective that another
+        The last one to arrive settles it with "go", one that learns of a signal with "stop", one
+        that waited too long with the names of the absent: no rank enters a collective that another
         one will not join. One worker's ranks do not use the store: nothing travels while workers
         train apart.
 
@@ -333,7 +353,7 @@ class Ranks:
             LostPeer: naming the ranks that did not arrive within the timeout.
         """
         stop = self.asked_to_stop(stopping)
-        if party == self.shards:
+        if party != self.everyone or self.world == 1:
             if self._any_shard(stop):
                 raise Stop
             return
@@ -402,6 +422,11 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
     if world == 1:
         return ranks, words
     nccl = bool(gpus) and local_world <= gpus
+    if gpus and not nccl and ranks_per_worker > 1:
+        raise ValueError(
+            f"--ranks-per-worker {ranks_per_worker}: {local_world} ranks on {gpus} GPUs, and FSDP2 "
+            "needs a GPU for each"
+        )
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
     ranks.timeout = max(timeout, timedelta(minutes=10))
@@ -412,9 +437,12 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
     ranks.store = dist.PrefixStore(f"autoloco-{attempt}", store)
     ranks.meet("start", lambda: False, ranks.everyone)
     ranks.timeout = timeout
-    dist.init_process_group(
-        backend, store=ranks.store, rank=rank, world_size=world, timeout=timeout
-    )
+    try:
+        dist.init_process_group(
+            backend, store=ranks.store, rank=rank, world_size=world, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise LostPeer(f"a rank left while all connected ({str(error).splitlines()[0]})") from None
     ranks.wire_device = device if nccl else torch.device("cpu")
     if ranks_per_worker > 1:
         shape = (world // ranks_per_worker, ranks_per_worker)
@@ -439,9 +467,9 @@ def disconnect() -> None:
 class Wire:
     """The mean of one tensor list per worker, every part through the codec (G).
 
-    All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, all-gather
-    (SPEC section 7). Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to
-    3 times slower.
+    All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, then
+    all-gather. Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to 3
+    times slower.
 
     Args:
         ranks: the launch.
@@ -464,6 +492,8 @@ class Wire:
         self.parts: list[list[int]] = [
             [i for i, owner in enumerate(part) if owner == group] for group in range(ranks.groups)
         ]
+        me, groups = ranks.rank // ranks.ranks_per_worker, ranks.groups
+        self.others = [(me + i) % groups for i in range(1, groups)]  # the next ones first
         self.offsets = [0, *ends]
         largest = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
         self._total, self._part = torch.empty(2, largest, device=ranks.device)
@@ -545,23 +575,23 @@ class Wire:
 
     def _all_to_all(self, hosted: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
         """Send each hosted worker's encoding of each part to its owner; group -> bytes received."""
-        me = self.ranks.rank // self.ranks.ranks_per_worker
-        sends: dict[int, Tensor] = {}
-        receives: dict[int, Tensor] = {}
-        begin, end = self._span(me)
-        for group in range(self.ranks.groups):
-            if group == me:
-                continue
-            start, stop = self._span(group)
-            sends[group] = self._buffer(f"send {group}", (stop - start) * len(hosted))
-            for row, tensors in zip(sends[group].view(len(hosted), -1), hosted, strict=True):
-                for index in self.parts[group]:
-                    chunk = self.chunks[index]
-                    self.codec.encode(
-                        _cut(tensors, chunk), chunk.block, self._slot(row, index, start)
-                    )
-            receives[group] = self._buffer(f"receive {group}", (end - begin) * len(hosted))
-        self._exchange(sends, receives)
+        begin, end = self._span(self.ranks.rank // self.ranks.ranks_per_worker)
+        receives = {
+            group: self._buffer(f"receive {group}", (end - begin) * len(hosted))
+            for group in self.others
+        }
+
+        def messages() -> Iterator[tuple[int, Tensor]]:
+            for group in self.others:
+                start, stop = self._span(group)
+                message = self._buffer(f"send {group}", (stop - start) * len(hosted))
+                for row, tensors in zip(message.view(len(hosted), -1), hosted, strict=True):
+                    for index in self.parts[group]:
+                        chunk, slot = self.chunks[index], self._slot(row, index, start)
+                        self.codec.encode(_cut(tensors, chunk), chunk.block, slot)
+                yield group, message
+
+        self._exchange(messages(), receives)
         return receives
 
     def _parts(
@@ -582,29 +612,25 @@ class Wire:
 
     def _all_gather(self, means: Tensor) -> None:
         """Send the own encoded part to everyone, receive the others' in place."""
-        me = self.ranks.rank // self.ranks.ranks_per_worker
-        others = [group for group in range(self.ranks.groups) if group != me]
-        own = means[slice(*self._span(me))]
-        receives = {group: means[slice(*self._span(group))] for group in others}
-        self._exchange({group: own for group in others}, receives)
+        own = means[slice(*self._span(self.ranks.rank // self.ranks.ranks_per_worker))]
+        receives = {group: means[slice(*self._span(group))] for group in self.others}
+        self._exchange(((group, own) for group in self.others), receives)
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+    def _exchange(self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]) -> None:
         """One message to and from each other group's rank of the same shard."""
-        staged = self.ranks.wire_device != self.ranks.device
-        peer = {g: g * self.ranks.ranks_per_worker + self.ranks.shard for g in sends}
-        if not staged:
-            self.ranks.exchange(
-                {peer[g]: message for g, message in sends.items()},
-                {peer[g]: target for g, target in receives.items()},
-            )
-            return
-        arrived = {g: torch.empty_like(target, device="cpu") for g, target in receives.items()}
+        wire, (S, shard) = self.ranks.wire_device, (self.ranks.ranks_per_worker, self.ranks.shard)
+        # Where the wire is on the CPU and the tensors are not, this stages them.
+        arrived = {
+            group: target if target.device == wire else torch.empty_like(target, device=wire)
+            for group, target in receives.items()
+        }
         self.ranks.exchange(
-            {peer[g]: message.cpu() for g, message in sends.items()},
-            {peer[g]: target for g, target in arrived.items()},
+            ((group * S + shard, message.to(wire)) for group, message in sends),
+            {group * S + shard: target for group, target in arrived.items()},
         )
-        for g, target in receives.items():
-            target.copy_(arrived[g])
+        for group, target in receives.items():
+            if arrived[group] is not target:
+                target.copy_(arrived[group])
 
 
 def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
@@ -661,7 +687,7 @@ class Statistics:
     """What one synchronisation measured, the same on every rank.
 
     Args:
-        drift: D_t (SPEC section 1); NaN if a worker was not finite.
+        drift: D_t (C.1); NaN if a worker was not finite.
         coherence: C_t.
         update_norm: norm of the change of the shared parameters.
         records: (K, H_t, 5) float64 on the CPU: loss sum, targets, tokens, gradient norm and
@@ -871,7 +897,7 @@ class LocalUpdate(Workers):
 
     def shared_state(self) -> dict[str, Tensor]:
         """Shared parameters and outer momentum."""
-        state = {}
+        state: dict[str, Tensor] = {}
         for name, like, theta, m in zip(
             self.names, self.replicas[0].tensors, self.shared, self.momentum, strict=True
         ):

@@ -2,7 +2,7 @@
 
     python eval.py loss RUN                   # token-averaged loss, bits per byte
     python eval.py sample RUN --prompt TEXT
-    python eval.py tasks RUN --tasks ifeval,mmlu_pro,bbh,ifbench --task-path DIR
+    python eval.py tasks RUN --tasks ifeval,mmlu_pro,bbh,humaneval_plus --allow-code
     python eval.py export RUN DIR             # a Hugging Face Llama folder
 
 RUN is a run folder; its latest whole checkpoint is read. Draws from its own generator.
@@ -515,9 +515,9 @@ def main(argv: list[str]) -> int:
     add("--top-k", type=int, default=50, help="draw from the k likeliest, 0: all [50]")
     add("--seed", type=int, default=0, help="of the draw [0]")
     add = command("tasks", "downstream tasks through lm-evaluation-harness, into RUN/tasks.json")
-    names = {"required": True, "type": lambda text: text.split(","), "dest": "names"}
-    add("--tasks", **names, metavar="NAME,...", help="such as ifeval,mmlu_pro,bbh")
-    add("--task-path", type=Path, help="folder of task YAML, whose data paths count from here")
+    names = {"required": True, "type": lambda text: text.replace(" ", "").split(",")}
+    add("--tasks", dest="names", **names, metavar="NAME,...", help="such as ifeval,mmlu_pro,bbh")
+    add("--task-path", type=Path, metavar="DIR", help="task YAML, its data paths seen from here")
     add("--limit", type=int, help="only the first documents of each task")
     add("--batch-size", type=int, default=8, help="most prompts of one length at once [8]")
     add("--chat", action=argparse.BooleanOptionalAction, help="chat format [after fine-tuning]")

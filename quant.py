@@ -1,4 +1,4 @@
-"""Codecs for pseudo-gradients on the wire: fp32, bf16 and blockwise int8 (SPEC section 7).
+"""Codecs for pseudo-gradients on the wire: fp32, bf16 and blockwise int8 (G).
 
 Every codec turns a 1-D fp32 chunk into a fixed number of bytes and back. What a chunk is
 (`chunks`), how many bytes it takes (`Codec.nbytes`) and what the numbers are afterwards depends
@@ -11,10 +11,9 @@ knows no process groups.
 | bf16  | 2 n                                | 2**-8 |x| (2**-134 where x is subnormal)            |
 | int8  | n + 4 ceil(n / 4096)               | scale/2 of its block, plus 2**-16 scale of rounding |
 
-No error feedback: what a round trip loses is lost [P]. Averaging in fp32 is the caller's.
+No error feedback: what a round trip loses is lost (G). Averaging in fp32 is the caller's.
 
-Source: SPEC section 7. The int8 format follows the paper's appendix G, with an fp32 scale of
-absmax / 127 [A24].
+Source: the paper's appendix G; the fp32 scale absmax / 127 is A24.
 """
 
 import math
@@ -51,7 +50,7 @@ class Chunk(NamedTuple):
 def chunks(numels: Sequence[int], slab: int = SLAB) -> list[Chunk]:
     """Cut every tensor into slabs of whole blocks and a ragged tail.
 
-    Blocks are cut inside each tensor (SPEC 7), so a chunk never crosses one. The last
+    Blocks are cut inside each tensor (G), so a chunk never crosses one. The last
     numel % BLOCK elements are a chunk of their own, with one block of that length. An empty tensor
     gives no chunk, a 0-d tensor (numel 1) one of a single element.
 
@@ -326,7 +325,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), BFloat16(
 def payload_bytes(codec: Codec, numels: Sequence[int]) -> int:
     """Logical payload: bytes of one encoded pseudo-gradient, one direction, per worker.
 
-        fp32: sum 4 n;   bf16: sum 2 n;   int8: sum (n + 4 ceil(n / 4096))       SPEC 7
+        fp32: sum 4 n;   bf16: sum 2 n;   int8: sum (n + 4 ceil(n / 4096))       G
 
     Args:
         codec: one of CODECS.

@@ -40,6 +40,8 @@ import quant
 
 SOURCES = ("train.py", "autoloco.py", "diloco.py", "model.py", "data.py", "quant.py")
 METHODS = ("autoloco", "diloco", "linear", "qsr", "ddp")
+# Largest values, where a larger one would exhaust the memory or overflow; 10^9 for the others.
+MOST = {"steps": 10**7, "seed": 2**63 - 1, "lr": 1e38, "timeout_minutes": 1e6}
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,32 @@ class Config:
             self._at_least(name, 0)
         for name in ("outer_lr", "link_ms", "step_seconds"):
             self._at_least(name, 0)
+        for name in ("min_horizon", "max_horizon", "granularity"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
         for name in ("lr", "timeout_minutes", "link_gbps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)}: a finite number above 0")
+            self._at_least(name, 0)
         for name in ("beta1", "beta2", "outer_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)}: in [0, 1)")
-        if not re.fullmatch(r"[\w.\-]+", self.run_name) or self.run_name.startswith("."):
-            raise ValueError(f"--name {self.name}: letters, digits, '.', '_' and '-' only")
+        if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.run_name):
+            raise ValueError(f"--name {self.name}: up to 200 letters, digits, '.', '_' and '-'")
+        positions = model.SIZES[self.model].max_seq_len
+        if self.seq_len > positions and not self.init_from:
+            raise ValueError(f"--seq-len {self.seq_len}: the model has {positions} positions")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
         self.rules  # noqa: B018  its checks name the flags
         self.parsed_verdicts  # noqa: B018
 
     def _at_least(self, name: str, least: int) -> None:
-        if not least <= getattr(self, name) < math.inf:
-            raise ValueError(f"{_flag(name)} {getattr(self, name)}: at least {least}")
+        value, most = getattr(self, name), MOST.get(name, 10**9)
+        if not least <= value < math.inf:
+            raise ValueError(f"{_flag(name)} {value}: at least {least}")
+        if value > most:
+            raise ValueError(f"{_flag(name)} {value}: at most {most}")
 
     @property
     def run_name(self) -> str:
@@ -203,7 +215,7 @@ class Config:
         return verdicts
 
 
-# What each recipe changes (SPEC section 9). The command line overrides it.
+# What each recipe changes. The command line overrides it.
 _C4: dict[str, Any] = dict(
     model="215m",
     data="c4",
@@ -375,7 +387,7 @@ def diloco_payload(config: Config) -> int:
 
 
 def totals(config: Config, intervals: list[int], payload: int) -> dict[str, Any]:
-    """The keys that a summary and the last line of a dry run share (SPEC section 10)."""
+    """The keys that a summary and the last line of a dry run share."""
     if config.method == "ddp":
         intervals = [1] * sum(intervals)
     return {
@@ -675,18 +687,16 @@ class Log:
                 os.fsync(file.fileno())
 
     def kept(self, name: str, count: int) -> bytes:
-        """The first `count` lines of `name`.jsonl; says if it drops a torn last line.
+        """The first `count` lines of `name`.jsonl.
 
         Raises:
             ValueError: naming the file, and the line that is missing or damaged.
         """
         path, (key, first) = self.path(name), self.FILES[name]
         try:
-            *lines, torn = path.read_bytes().split(b"\n")  # a complete file ends with a newline
+            lines = path.read_bytes().split(b"\n")[:-1]  # a complete file ends with a newline
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-        if torn:
-            print(f"{path}: the torn last line is dropped", file=sys.stderr)
         if len(lines) < count:
             raise ValueError(f"{path}: {len(lines)} lines, but the checkpoint was saved at {count}")
         for number, line in enumerate(lines[:count], first):
@@ -699,11 +709,13 @@ class Log:
         return b"".join(line + b"\n" for line in lines[:count])
 
     def cut(self, state: autoloco.State) -> None:
-        """Cut both files back to a checkpoint."""
+        """Cut both files back to a checkpoint; says if a torn last line goes."""
         for name, kept in self.at(state).items() if self.writes else ():
-            temporary = self.path(name).with_suffix(".tmp")
-            temporary.write_bytes(kept)
-            temporary.replace(self.path(name))
+            path = self.path(name)
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                print(f"{path}: the torn last line is dropped", file=sys.stderr)
+            path.with_suffix(".tmp").write_bytes(kept)
+            path.with_suffix(".tmp").replace(path)
 
     def at(self, state: autoloco.State) -> dict[str, bytes]:
         """Both files as they were at a checkpoint: one row a step, header and one an interval."""
@@ -912,10 +924,11 @@ def check_checkpoint(config: Config, path: Path, log: Log) -> None:
     log.at(autoloco.state_from_dict(saved["state"]))
 
 
-def check_data(source: data.Source, facts: Mapping[str, Any]) -> None:
+def check_data(config: Config, source: data.Source, facts: Mapping[str, Any]) -> None:
     """Refuse other documents than those that a run was started with.
 
     Args:
+        config: the run.
         source: what was opened.
         facts: what its `describe` said at the start.
     Raises:
@@ -924,8 +937,8 @@ def check_data(source: data.Source, facts: Mapping[str, Any]) -> None:
     for name, value in source.describe().items():
         if facts.get(name) != value:
             raise ValueError(
-                f"--data {facts.get('data')}: {name} was {facts.get(name)} when the run started, "
-                f"now it is {value}"
+                f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from the "
+                f"run's start, has {facts.get(name)}"
             )
 
 
@@ -1047,10 +1060,9 @@ def shard_module(module: torch.nn.Module, ranks: diloco.Ranks, dtype: str) -> No
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    dtypes = (torch.bfloat16, torch.float32) if dtype == "bf16" else (None, None)
     # cast_forward_inputs would round the rotary tables to bf16.
-    policy = MixedPrecisionPolicy(
-        torch.bfloat16 if dtype == "bf16" else None, torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(dtypes[0], dtypes[1], cast_forward_inputs=False)
     sharded = fully_shard(module, mesh=ranks.mesh["shard"], mp_policy=policy)
     # The loss is divided by the whole worker's targets, so the shards' gradients add up. gloo knows
     # no PREMUL_SUM, which the factor would become.
@@ -1365,7 +1377,7 @@ def run(config: Config, given: Mapping[str, Any]) -> int:
         raise ValueError("--ranks-per-worker above 1: one worker per group of ranks only")
     # torchrun repeats the command line: a restart continues the run of this launch, and no other.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    restarted &= (folder / "env.json").exists() and read_facts(folder)["launch"] == launch()
+    restarted &= (folder / "env.json").exists() and read_facts(folder).get("launch") == launch()
     resume = config.resume or (restarted and any((folder / "checkpoint").glob("step-*")))
     log, checkpoint, facts = Log(folder, chief), None, read_facts(folder)["data"] if resume else {}
     if chief and not (resume or restarted or config.overwrite) and folder.exists():
@@ -1376,7 +1388,7 @@ def run(config: Config, given: Mapping[str, Any]) -> int:
         check_checkpoint(config, checkpoint, log)
     source = open_source(config, facts.get("revision", ""))
     if chief and resume:
-        check_data(source, facts)
+        check_data(config, source, facts)
     ranks, words = diloco.connect(config.workers, config.ranks_per_worker, config.timeout_minutes)
     stopping = StopFlag()
     workers = build_workers(config, ranks, source)
@@ -1453,11 +1465,12 @@ def main(argv: list[str]) -> int:
             print(f"train.py: {who}{error}", file=sys.stderr)
         return 1
     except torch.distributed.DistError as error:
-        who, first = f"rank {rank}: ", str(error).splitlines()[0]
-        print(f"train.py: {who}lost rank 0 or torchrun, which holds the store ({first})", file=sys.stderr)
+        why = f"lost rank 0 or torchrun, which holds the store ({str(error).splitlines()[0]})"
+        print(f"train.py: rank {rank}: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130  # before training began: nothing to save
+        print("train.py: interrupted before training began", file=sys.stderr)
+        return 1
     finally:
         diloco.disconnect()
 

@@ -712,9 +712,8 @@ def bench_step(quick: bool) -> list[Row]:
             launch("step_memory", options | {"full": full})[0]["peak"] for full in (True, False)
         )
         what = f"peak memory, width {width}, parameters and AdamW state included"
-        share = [lean / full]
         values = (nan, full / MB, lean / MB)
-        rows.append(Row(what, "MB", *values, "ours / full logits", share, "<= 0.45"))
+        rows.append(Row(what, "MB", *values, "ours / full logits", [lean / full], "<= 0.45"))
     batch, flops = random_batch(SMALL, 8, length), step_flops(SMALL, 8, length)
     product, narrow = Product(torch.float32), Product(torch.bfloat16)
     single, half, wide, low = alternate(

@@ -5656,11 +5656,13 @@ def test_two_agents_give_the_result_of_one_bit_for_bit(sharded):
 
 @pytest.mark.slow
 def test_sharded_int8_and_bf16_runs_stay_close_to_unsharded_ones():
-    for name, options in (("int8", "--wire int8"), ("bf16", "--dtype bf16 --wire bf16")):
+    # With bf16 the shards also gather embedding and norms in it, which one process keeps in fp32.
+    cases = (("int8", "--wire int8", 1e-3), ("bf16", "--dtype bf16 --wire bf16", 2e-2))
+    for name, options, bound in cases:
         fsdp_run(f"{SHARDED} {options}", f"sharded-{name}")
         alone(f"{RUN} {options}", f"whole-{name}")
         difference = summary(f"sharded-{name}")["val_loss"] - summary(f"whole-{name}")["val_loss"]
-        assert abs(difference) < 5e-3
+        assert abs(difference) < bound
         logged = rows(f"sharded-{name}", "intervals")[1]["payload_bytes"]
         config, _ = train.parse(f"{SHARDED} {options}".split())
         assert logged == train.payload_per_synchronisation(config)

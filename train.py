@@ -20,11 +20,13 @@ import platform
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -760,13 +762,15 @@ class Progress:
 class StopFlag:
     """Set by SIGTERM and SIGINT, as often as they come."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.requested, self.others = False, others
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request)
 
     def _request(self, *_: Any) -> None:
         self.requested = True
+        for process in self.others:  # which this process started, so nobody else tells them
+            process.terminate()
 
     def __call__(self) -> bool:
         """Whether the run should stop."""
@@ -1352,12 +1356,55 @@ class Display:
             self.bar.close()
 
 
-def run(config: Config, given: Mapping[str, Any]) -> int:
+@contextmanager
+def spread_over_cores(
+    config: Config, argv: list[str]
+) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
+    """Without torchrun, on a CPU: put the workers on as many processes as there are cores.
+
+    The layout changes no bit of the result, and at small matrices two processes of one thread are
+    faster than one of two. A given OMP_NUM_THREADS keeps everything in this process.
+
+    Args:
+        config: the run.
+        argv: arguments, which the other processes get too.
+    Yields:
+        The other processes; this one has become rank 0.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = min(cores, config.workers)
+    ranks = max(n for n in range(1, most + 1) if config.workers % n == 0)
+    if {"RANK", "OMP_NUM_THREADS"} & set(os.environ) or torch.cuda.is_available() or ranks == 1:
+        yield ()
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    command = [sys.executable, __file__, *argv]
+    others = [
+        subprocess.Popen(command, env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(1, ranks)
+    ]
+    try:
+        yield others
+    except BaseException:
+        for process in others:
+            process.kill()
+        raise
+    finally:
+        for process in others:
+            process.wait()
+
+
+def run(config: Config, given: Mapping[str, Any], argv: list[str]) -> int:
     """Execute a checked config from the run folder to the final table.
 
     Args:
         config: the run.
         given: what the user set, for config.json.
+        argv: arguments, for the processes that this one starts.
     Returns:
         Exit code 0.
     Raises:
@@ -1389,11 +1436,37 @@ def run(config: Config, given: Mapping[str, Any]) -> int:
     source = open_source(config, facts.get("revision", ""))
     if chief and resume:
         check_data(config, source, facts)
+    with spread_over_cores(config, argv) as others:
+        return execute(config, given, source, checkpoint, log, others)
+
+
+def execute(
+    config: Config,
+    given: Mapping[str, Any],
+    source: data.Source,
+    checkpoint: Path | None,
+    log: Log,
+    others: Sequence[subprocess.Popen[bytes]],
+) -> int:
+    """Join the other ranks, train, validate, summarise.
+
+    Args:
+        config: the run.
+        given: what the user set, for config.json.
+        source: the documents.
+        checkpoint: what rank 0 resumes from; None starts anew.
+        log: the run's files.
+        others: ranks that this process started.
+    Returns:
+        Exit code 0.
+    """
+    rank, _, local, _ = diloco.launched_ranks()
+    folder, chief = config.folder, rank == 0
     ranks, words = diloco.connect(config.workers, config.ranks_per_worker, config.timeout_minutes)
-    stopping = StopFlag()
+    stopping = StopFlag(others)
     workers = build_workers(config, ranks, source)
     progress = Progress(autoloco.start(config.rules), [])
-    if chief and not resume:
+    if chief and not checkpoint:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         write_json(folder / "env.json", environment(ranks, source))
@@ -1454,7 +1527,7 @@ def main(argv: list[str]) -> int:
                 if config.json:
                     print(json.dumps(result))
             return 0
-        return run(config, given)
+        return run(config, given, argv)
     except ValueError as error:
         if speaks or diloco.connected():
             print(f"train.py: {error}", file=sys.stderr)

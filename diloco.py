@@ -393,7 +393,12 @@ def launched_ranks() -> tuple[int, int, int, int]:
     return rank, world, local, local_world
 
 
-def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tuple[Ranks, str]:
+def connect(
+    workers: int,
+    ranks_per_worker: int,
+    timeout_minutes: float,
+    stopping: Callable[[], bool] = lambda: False,
+) -> tuple[Ranks, str]:
     """Join the other ranks of the launch, choose device and backend.
 
     gloo on CPUs, nccl on GPUs; more ranks than GPUs share them and fall to gloo, staged through the
@@ -404,6 +409,7 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
             exists).
         ranks_per_worker: S.
         timeout_minutes: wait for the slowest rank at a synchronisation.
+        stopping: asked once a second while others are awaited.
     Returns:
         The ranks, and what was chosen, in words.
     """
@@ -435,7 +441,7 @@ def connect(workers: int, ranks_per_worker: int, timeout_minutes: float) -> tupl
     # that died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ranks.store = dist.PrefixStore(f"autoloco-{attempt}", store)
-    ranks.meet("start", lambda: False, ranks.everyone)
+    ranks.meet("start", stopping, ranks.everyone)
     ranks.timeout = timeout
     try:
         dist.init_process_group(

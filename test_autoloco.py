@@ -4633,6 +4633,7 @@ def make_shards(folder: Path) -> None:
 def place(tmp_path, monkeypatch):
     """A working directory with data and the mini model; no handler outlives the test."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(model.SIZES, "tiny", MINI)
     make_shards(tmp_path / "shards")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -5013,6 +5014,42 @@ def test_sigterm_to_torchrun_saves_all_ranks(place):
     assert "continue with --resume --name run" in out, errors
     assert not Path("runs/run/summary.json").exists()
     assert command("--resume --name run") == 0
+    same("run", end_state("straight"), layout=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one process on one core")
+@pytest.mark.parametrize("what", ["stop", "child", "parent"])
+def test_the_processes_that_plain_python_starts_stop_together(place, monkeypatch, what):
+    line = f"{LINE} --steps 400 --max-horizon 10".split()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    process = subprocess.Popen(
+        [sys.executable, train.__file__, *line, "--name", "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = Path("runs/run/metrics.jsonl")
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 20):
+        time.sleep(0.05)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1:]
+    if what == "child":
+        os.kill(int(child), signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGTERM if what == "stop" else signal.SIGKILL)
+    out, errors = process.communicate(timeout=60)  # its pipes are open until the child has ended
+    assert "Traceback" not in errors
+    assert process.returncode == {"stop": 0, "child": 1, "parent": -signal.SIGKILL}[what]
+    if what == "stop":
+        assert "continue with --resume --name run" in out
+    elif what == "child":
+        assert re.search("^train.py: lost rank 1", errors, re.M)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.undo()
+    os.chdir(place)
+    assert Path("runs/run/checkpoint").exists() and not Path("runs/run/summary.json").exists()
+    assert command("--resume --name run") == 0
+    assert command(f"{' '.join(line)} --name straight") == 0
     same("run", end_state("straight"), layout=False)
 
 

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -762,7 +762,7 @@ class Progress:
 class StopFlag:
     """Set by SIGTERM and SIGINT, as often as they come."""
 
-    def __init__(self, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(self, others: Sequence[subprocess.Popen[bytes]]) -> None:
         self.requested, self.others = False, others
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request)
@@ -774,7 +774,19 @@ class StopFlag:
 
     def __call__(self) -> bool:
         """Whether the run should stop."""
-        return self.requested
+        return ended(self.others) or self.requested
+
+
+def ended(others: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Whether a process that this one started is gone: False, or no return at all.
+
+    Raises:
+        LostPeer: naming it; without this the next meeting would wait for it.
+    """
+    for rank, process in enumerate(others, 1):
+        if process.poll():
+            raise diloco.LostPeer(f"lost rank {rank}, which ended with {process.returncode}")
+    return False
 
 
 def _sha256(path: Path) -> str:
@@ -885,7 +897,7 @@ def _wait_for_notes(partial: Path, ranks: diloco.Ranks, stopping: StopFlag) -> l
         waited = time.monotonic() - began
         begun = {path.stem for path in partial.glob("rank-*")}
         absent = [rank for rank in ranks.everyone if f"rank-{rank:03d}" not in begun]
-        if waited > limit or (absent and stopping() and waited > 10):
+        if waited > limit or (stopping() and absent and waited > 10):
             names = ", ".join(map(str, absent)) or "of all"
             raise diloco.LostPeer(f"no checkpoint: rank {names} did not save its workers")
         time.sleep(0.02)
@@ -1396,6 +1408,8 @@ def spread_over_cores(
     finally:
         for process in others:
             process.wait()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]  # another run in this process starts anew
 
 
 def run(config: Config, given: Mapping[str, Any], argv: list[str]) -> int:
@@ -1462,7 +1476,9 @@ def execute(
     """
     rank, _, local, _ = diloco.launched_ranks()
     folder, chief = config.folder, rank == 0
-    ranks, words = diloco.connect(config.workers, config.ranks_per_worker, config.timeout_minutes)
+    ranks, words = diloco.connect(
+        config.workers, config.ranks_per_worker, config.timeout_minutes, partial(ended, others)
+    )
     stopping = StopFlag(others)
     workers = build_workers(config, ranks, source)
     progress = Progress(autoloco.start(config.rules), [])
@@ -1542,7 +1558,8 @@ def main(argv: list[str]) -> int:
         print(f"train.py: rank {rank}: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("train.py: interrupted before training began", file=sys.stderr)
+        if speaks:
+            print("train.py: interrupted before training began", file=sys.stderr)
         return 1
     finally:
         diloco.disconnect()

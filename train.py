@@ -99,7 +99,7 @@ class Config:
     # life of a run
     checkpoint_every: int = 10  # save every N intervals, and at the end
     max_bad_intervals: int = 3  # stop after N intervals in a row with a non-finite worker
-    timeout_minutes: float = 30.0  # longest wait for the slowest rank at a synchronisation
+    timeout_minutes: float = 30.0  # wait for the slowest rank at a synchronisation; no limit before
     resume: bool = False  # continue runs/NAME from its latest checkpoint
     overwrite: bool = False  # delete what runs/NAME holds
     # questions that run nothing

@@ -4,6 +4,7 @@
     python eval.py sample RUN --prompt TEXT
     python eval.py tasks RUN --tasks ifeval,mmlu_pro,bbh,humaneval_plus --allow-code
     python eval.py export RUN DIR             # a Hugging Face Llama folder
+    python eval.py report RUN ... --out DIR   # tables of finished runs, and plots
 
 RUN is a run folder; its latest whole checkpoint is read. Draws from its own generator.
 """
@@ -28,6 +29,7 @@ from torch import Tensor
 import data
 import diloco
 import model
+import report
 import train
 
 HARNESS = "lm_eval[ifeval]==0.4.13"  # EleutherAI's lm-evaluation-harness: optional, `tasks` only
@@ -483,13 +485,9 @@ def tasks(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of `tasks` as a Markdown table."""
     shown = ("task", "metric", "value", "stderr", "n", "shots", "limit", "lm_eval")
-    lines = [shown, ("---",) * len(shown)]
-    for row in rows:
-        cells = (row[name] for name in shown)
-        lines.append(
-            tuple(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells)
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    values = ([row[name] for name in shown] for row in rows)
+    cells = ([f"{x:.4f}" if isinstance(x, float) else x for x in line] for line in values)
+    return report.table(" | ".join(shown), cells)
 
 
 def main(argv: list[str]) -> int:
@@ -523,9 +521,13 @@ def main(argv: list[str]) -> int:
     add("--chat", action=argparse.BooleanOptionalAction, help="chat format [after fine-tuning]")
     add("--allow-code", action="store_true", help="run what the model writes, unprotected")
     command("export", "write a Hugging Face Llama folder")("dir", type=Path)
+    words = "tables of finished runs, and plots"
+    reports = commands.add_parser("report", help=words, description=words, allow_abbrev=False)
+    reports.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    reports.add_argument("--out", type=Path, metavar="DIR", help="receives the plots")
     try:
         given = vars(parser.parse_args(argv))
-        called, run = given.pop("command"), given["run"]
+        called, run = given.pop("command"), given.get("run", Path())
         if called == "loss":
             measured = loss(run)
             print(
@@ -535,11 +537,16 @@ def main(argv: list[str]) -> int:
         elif called == "sample":
             print(sample(**given))
         elif called == "tasks":
-            print(f"{table(tasks(**given))}\n\nwrote {run / 'tasks.json'}")
+            print(f"{table(tasks(**given))}\nwrote {given['run'] / 'tasks.json'}")
         elif called == "export":
             _, network = open_run(run)
             model.save_hf(given["dir"], network.config, network.state_dict())
             print(f"wrote {given['dir']}")
+        elif called == "report":
+            runs = [report.read_run(path) for path in given["runs"]]
+            print(report.report(runs), end="")
+            for path in report.draw(runs, given["out"]) if given["out"] else ():
+                print(f"wrote {path}")
     except ValueError as error:
         print(f"eval.py: {error}", file=sys.stderr)
         return 2

@@ -334,10 +334,14 @@ class Transformer(nn.Module):
         Raises:
             ValueError: more positions than the model has.
         """
-        targets = targets.flatten()
+        targets, head = targets.flatten(), self._head()
+        if len(head) <= LARGE_VOCABULARY:
+            scores = _widen(F.linear(self.hidden(inputs).flatten(0, 1), head))
+            return F.cross_entropy(scores, targets, ignore_index=IGNORE, reduction="sum")
         # Before the blocks: here a GPU answers at once, afterwards the host would wait for them.
         rows = (targets != IGNORE).nonzero().squeeze(1)
-        return summed_loss(self.hidden(inputs).flatten(0, 1), self._head(), targets, rows)
+        hidden = self.hidden(inputs).flatten(0, 1)
+        return _ChunkedLoss.apply(hidden, head, targets, rows, torch.is_grad_enabled())
 
     def logits(self, inputs: Tensor, cache: Cache | None = None, last: bool = False) -> Tensor:
         """Scores of the next token, for sampling and evaluation.
@@ -372,27 +376,8 @@ class Transformer(nn.Module):
         return tables[0][start:stop], tables[1][start:stop]
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    """Sum of -log softmax(hidden weight^T)[target] over the rows that count.
-
-    Args:
-        hidden: (B T, C).
-        weight: (V, C), the head's.
-        targets: (B T,) int64.
-        rows: (N,) int64, which rows count. The others cost nothing.
-
-    Returns:
-        Scalar, fp32 or fp64.
-    """
-    if len(weight) > LARGE_VOCABULARY:
-        return _ChunkedLoss.apply(hidden, weight, targets, rows, torch.is_grad_enabled())
-    if len(rows) < len(hidden):
-        hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-    return F.cross_entropy(_widen(F.linear(hidden, weight)), targets, reduction="sum")
-
-
 class _ChunkedLoss(torch.autograd.Function):
-    """`summed_loss` with the logits of a few rows at a time.
+    """Summed loss of the rows that count, with the logits of a few of them at a time.
 
     While they are at hand, the forward pass takes the gradients too, and the backward pass only
     scales them. With p = softmax(logits) and e = p - 1[target]:

@@ -512,8 +512,12 @@ def compare_methods(
     computing = config.steps * step_seconds(config) / 3600
     table: dict[str, dict[str, float]] = {}
     for method in METHODS:
-        other, rows = replace(config, method=method, horizons="", verdicts=""), walked
+        rows = walked
         if method != config.method:
+            try:
+                other = replace(config, method=method, horizons="", verdicts="")
+            except ValueError:
+                continue  # a ladder that does not fit is no mistake in a run without the controller
             rows = list(autoloco.simulate(other.rules))
         count = config.steps if method == "ddp" else len(rows)
         hours = count * delay / 3600
@@ -891,14 +895,14 @@ def _wait_for_notes(partial: Path, ranks: diloco.Ranks, stopping: StopFlag) -> l
     """
     began, limit = time.monotonic(), ranks.timeout.total_seconds()
     while True:
-        notes = sorted(partial.glob("rank-*.json"))
-        if len(notes) == ranks.world:
-            return [read_json(path) for path in notes]
+        notes = {rank: partial / f"rank-{rank:03d}.json" for rank in ranks.everyone}
+        missing = [rank for rank, note in notes.items() if not note.exists()]
+        if not missing:
+            return [read_json(note) for note in notes.values()]
+        absent = [rank for rank in missing if not notes[rank].with_suffix(".begun").exists()]
         waited = time.monotonic() - began
-        begun = {path.stem for path in partial.glob("rank-*")}
-        absent = [rank for rank in ranks.everyone if f"rank-{rank:03d}" not in begun]
         if waited > limit or (stopping() and absent and waited > 10):
-            names = ", ".join(map(str, absent)) or "of all"
+            names = ", ".join(map(str, absent or missing))
             raise diloco.LostPeer(f"no checkpoint: rank {names} did not save its workers")
         time.sleep(0.02)
 
@@ -1522,6 +1526,11 @@ def execute(
     return 0
 
 
+def complain(what: object) -> None:
+    """Say in one line, whatever it quotes, what ended the program."""
+    print("train.py:", " ".join(str(what).split()), file=sys.stderr)
+
+
 def main(argv: list[str]) -> int:
     """Parse, check, run; see the module's exit codes.
 
@@ -1546,20 +1555,19 @@ def main(argv: list[str]) -> int:
         return run(config, given, argv)
     except ValueError as error:
         if speaks or diloco.connected():
-            print(f"train.py: {error}", file=sys.stderr)
+            complain(error)
         return 2
     except (diloco.Failure, OSError) as error:
         if speaks or type(error) is not diloco.Failure:
-            who = f"rank {rank}: " if world > 1 else ""
-            print(f"train.py: {who}{error}", file=sys.stderr)
+            complain(f"rank {rank}: {error}" if world > 1 else error)
         return 1
     except torch.distributed.DistError as error:
-        why = f"lost rank 0 or torchrun, which holds the store ({str(error).splitlines()[0]})"
-        print(f"train.py: rank {rank}: {why}", file=sys.stderr)
+        why = str(error).splitlines()[0]
+        complain(f"rank {rank}: lost rank 0 or torchrun, which holds the store ({why})")
         return 1
     except KeyboardInterrupt:
         if speaks:
-            print("train.py: interrupted before training began", file=sys.stderr)
+            complain("interrupted before training began")
         return 1
     finally:
         diloco.disconnect()

@@ -1,0 +1,325 @@
+"""The experiments behind README's tables: one command each.
+
+    python experiments.py main ablation wires workers restraint
+    python experiments.py            # only write README's tables again
+
+As many runs at a time as there are cores, one process of one thread each. A run that is finished is
+not repeated, also if another experiment made it. Summaries are kept in assets/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import autoloco
+import diloco
+import report
+import train
+
+SEEDS = range(5)
+TUNING_SEED = 100  # not among the reported ones
+GRID = tuple(product((0.7, 1.0), (0.7, 0.9)))  # outer rate, outer momentum: for every arm
+RESULTS = Path(__file__).parent / "assets" / "results"
+README = Path(__file__).parent / "README.md"
+BASELINES = ("diloco", "linear", "qsr", "autoloco")
+CONTROLS = ("as few, even", "as few, even, corrected", "as few, random")
+
+Rows = list[dict[str, Any]]
+
+
+class Job(NamedTuple):
+    """One run of an arm.
+
+    Attributes:
+        arm: as the table names it.
+        seed: of the run.
+        flags: all other flags of train.py.
+        base: the arm that it is compared with.
+    """
+
+    arm: str
+    seed: int
+    flags: str
+    base: str = ""
+
+    @property
+    def name(self) -> str:
+        """Run folder: the same flags and seed are the same run."""
+        return f"experiment-{zlib.crc32(self.flags.encode()):08x}-{self.seed}"
+
+    @property
+    def argv(self) -> list[str]:
+        """Arguments of train.py."""
+        return [*self.flags.split(), "--seed", str(self.seed), "--name", self.name, "--overwrite"]
+
+    def finished(self) -> bool:
+        """Whether the run folder holds this run, complete."""
+        folder = Path("runs", self.name)
+        if not (folder / "summary.json").exists():
+            return False
+        return train.load_config(folder) == replace(train.parse(self.argv)[0], overwrite=False)
+
+    def execute(self) -> None:
+        """Train, in a process of its own.
+
+        Raises:
+            RuntimeError: with its last lines.
+        """
+        command = [sys.executable, str(Path(train.__file__)), *self.argv]
+        single = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=single, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(self.argv)}: {done.stderr[-500:]}")
+
+
+def execute(jobs: Sequence[Job]) -> Rows:
+    """Run what is not finished; a row for each job, in their order."""
+    from tqdm import tqdm
+
+    missing = list({job.name: job for job in jobs if not job.finished()}.values())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in tqdm(pool.map(Job.execute, missing), total=len(missing), unit="run"):
+            pass
+    rows = []
+    for job in jobs:
+        row = report.read_run(Path("runs", job.name)).row
+        command = f"train.py {job.flags} --seed {job.seed}"
+        rows.append(row | {"arm": job.arm, "base": job.base, "command": command})
+    return rows
+
+
+# ---------------------------------------------------------------- arms
+
+
+def flags(arm: str, seed: int, rate: float, momentum: float, count: int = 0) -> str:
+    """Flags of an arm of the main comparison.
+
+    Args:
+        arm: ddp, a baseline or a control.
+        seed: of the random intervals.
+        rate: outer learning rate.
+        momentum: outer momentum of a base interval.
+        count: synchronisations of a control.
+    """
+    if arm == "ddp":
+        return "--method ddp"
+    if arm in BASELINES:
+        return f"--method {arm} --outer-lr {rate} --outer-momentum {momentum}"
+    weights = [1.0] * count
+    if arm == "as few, random":
+        drawn = random.Random(seed)
+        weights = [drawn.uniform(0.5, 1.5) for _ in weights]
+    if arm == "as few, even, corrected":  # AutoLoCo's correction at the largest horizon, always
+        base, momentum = momentum, autoloco.momentum_retention(momentum, 1.5)
+        rate *= autoloco.step_scale(momentum, base)
+    ends = [round(train.Config.steps * end / sum(weights)) for end in accumulate(weights)]
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    horizons = diloco.format_runs(diloco.run_lengths(lengths)).replace(" ", ",")
+    return f"--method diloco --horizons {horizons} --outer-lr {rate} --outer-momentum {momentum}"
+
+
+def compare(seeds: Iterable[int], points: dict[str, Sequence[tuple[float, float]]]) -> Rows:
+    """Every arm at its settings, first those that need no other's number of intervals.
+
+    Args:
+        seeds: of the runs.
+        points: arm -> (outer rate, outer momentum), one or several.
+    """
+    fewest: dict[int, int] = {}  # seed -> synchronisations of AutoLoCo, which the controls take
+
+    def rows_of(arms: Iterable[str]) -> Rows:
+        chosen = [(arm, seed, point) for arm in arms for point in points[arm] for seed in seeds]
+        return execute(
+            [
+                Job(arm, seed, flags(arm, seed, *point, fewest.get(seed, 0)), "diloco")
+                for arm, seed, point in chosen
+            ]
+        )
+
+    rows = rows_of([arm for arm in points if arm not in CONTROLS])
+    for row in rows:
+        if row["arm"] == "autoloco":
+            count = row["synchronisations"]
+            fewest[row["seed"]] = min(count, fewest.get(row["seed"], count))
+    return rows + rows_of([arm for arm in points if arm in CONTROLS])
+
+
+# ---------------------------------------------------------------- experiments
+
+
+def main_comparison() -> dict[str, Rows]:
+    """All methods and controls, each at the best point of one grid on another seed (4.2)."""
+    tuning = compare([TUNING_SEED], dict.fromkeys((*BASELINES, *CONTROLS), GRID))
+    best: dict[str, Sequence[tuple[float, float]]] = {"ddp": GRID[:1]}
+    for arm, rows in report.by_arm(tuning).items():
+        place = min(range(len(GRID)), key=lambda at: rows[at]["val_loss"])
+        best[arm] = [GRID[place]]
+    return {"tuning": tuning, "runs": compare(SEEDS, best)}
+
+
+def ablation() -> dict[str, Rows]:
+    """Horizon, momentum, scale, normalisation, added one after the other (4.3)."""
+    arms = {
+        "diloco": "--method diloco",
+        "horizon only": "--method autoloco --no-adjust-momentum --no-scale-step",
+        "+ momentum": "--method autoloco --no-scale-step",
+        "+ scale (full)": "--method autoloco",
+        "+ normalisation": "--method autoloco --normalise",
+    }
+    jobs = [
+        Job(
+            f"{arm}, momentum {momentum}",
+            seed,
+            f"{settings} --outer-lr 0.7 --outer-momentum {momentum}",
+            f"diloco, momentum {momentum}",
+        )
+        for momentum in (0.9, 0.7)
+        for arm, settings in arms.items()
+        for seed in SEEDS[:3]
+    ]
+    return {"runs": execute(jobs)}
+
+
+def wires() -> dict[str, Rows]:
+    """fp32, bf16 and int8 on the wire of the fine-tuning recipe (G.2), after a `tiny` run."""
+    seeds = SEEDS[:3]
+    first = [Job("start", seed, "--method autoloco") for seed in seeds]
+    execute(first)
+    start = {job.seed: f"runs/{job.name}" for job in first}
+    jobs = [
+        Job(
+            f"{method}, {wire}",
+            seed,
+            f"--recipe tiny-sft --init-from {start[seed]} --method {method} --wire {wire}",
+            f"{method}, fp32",
+        )
+        for method in ("diloco", "autoloco")
+        for wire in ("fp32", "bf16", "int8")
+        for seed in seeds
+    ]
+    return {"runs": execute(jobs)}
+
+
+def workers() -> dict[str, Rows]:
+    """2 to 16 workers in one process: more tokens a step, since every worker keeps its batch."""
+    jobs = [
+        Job(f"{method}, {count} workers", seed, settings, f"diloco, {count} workers")
+        for count in (2, 4, 8, 16)
+        for method in ("diloco", "autoloco")
+        for settings in [f"--method {method} --workers {count}"]
+        for seed in SEEDS[:1]
+    ]
+    return {"runs": execute(jobs)}
+
+
+def restraint() -> dict[str, Rows]:
+    """Where the controller should hold back: a rate far too high, workers with different text."""
+    cases = {
+        "recipe": "",
+        "--lr 2e-2": "--lr 2e-2",
+        "--lr 5e-2": "--lr 5e-2",
+        "--partition module": "--partition module",
+        "--partition module --lr 2e-2": "--partition module --lr 2e-2",
+    }
+    jobs = [
+        Job(case, SEEDS[0], f"--method autoloco {settings}".strip())
+        for case, settings in cases.items()
+    ]
+    return {"runs": execute(jobs)}
+
+
+EXPERIMENTS: dict[str, Callable[[], dict[str, Rows]]] = {
+    "main": main_comparison,
+    "ablation": ablation,
+    "wires": wires,
+    "workers": workers,
+    "restraint": restraint,
+}
+
+
+# ---------------------------------------------------------------- results and README
+
+
+def keep(name: str, found: dict[str, Rows]) -> None:
+    """Write assets/results/NAME.json: a run a line, so that differences are readable."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for key, rows in found.items():
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        parts.append(f' "{key}": [\n{lines}\n ]')
+    (RESULTS / f"{name}.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def tables(name: str, found: dict[str, Rows]) -> str:
+    """Markdown of an experiment's kept results."""
+    if name == "restraint":
+        cases = (
+            (
+                row["arm"],
+                f"{row['train_loss']:.4f}",
+                row["synchronisations"],
+                ", ".join(f"{count} {verdict}" for verdict, count in row["verdicts"].items()),
+                diloco.format_runs(row["intervals"]),
+            )
+            for row in found["runs"]
+        )
+        return report.table("case | train loss | syncs | verdicts | executed intervals", cases)
+    text = report.results(found["runs"])
+    if "tuning" in found:
+        lines = []
+        for arm, rows in report.by_arm(found["tuning"]).items():
+            losses = [row["val_loss"] for row in rows]
+            bold = ("**" if loss == min(losses) else "" for loss in losses)
+            cells = (f"{b}{loss:.4f}{b}" for b, loss in zip(bold, losses, strict=True))
+            lines.append((arm, *cells))
+        points = (f"{rate:g}, {momentum:g}" for rate, momentum in GRID)
+        text += "\n" + report.table(" | ".join(["arm", *points]), lines)
+    return text
+
+
+def written(text: str) -> str:
+    """README with every experiment's table as assets/results has it."""
+    for name in EXPERIMENTS:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+            before, _, rest = text.partition(start)
+            text = before + start + tables(name, train.read_json(path)) + rest[rest.index(end) :]
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """Run the experiments named; then write README's tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
+    names = parser.parse_args(argv).names
+    for name in names:
+        if name not in EXPERIMENTS:
+            print(f"experiments.py: {name}: one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
+            return 2
+    try:
+        for name in names:
+            keep(name, EXPERIMENTS[name]())
+    except (RuntimeError, ValueError) as error:
+        print(f"experiments.py: {error}", file=sys.stderr)
+        return 1
+    README.write_text(written(README.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -232,21 +232,26 @@ class Ranks:
         others = [(self.rank + i) % self.world for i in range(1, self.world)]
         # ALL RANKS: same length here, or this hangs.
         message = values.contiguous()
-        self.exchange(((rank, message) for rank in others), {rank: rows[rank] for rank in others})
+        sends = ((rank, message) for rank in others)
+        self.exchange(sends, {rank: rows[rank] for rank in others})()
         return rows
 
-    def exchange(self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]) -> None:
-        """One message to and from each of some other ranks.
+    def exchange(
+        self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]
+    ) -> Callable[[], None]:
+        """One message to and from each of some other ranks, in the same order on all of them.
 
-        Under gloo they leave one after the other, and the next one is made while one is under way:
-        on a link of 1 Gbit/s several at once took 1.5 times as long.
+        All are under way at once, so that every link is shared evenly: one after the other took
+        1.15 times as long on links of 1 Gbit/s, since two ranks then send to the same one while
+        another one waits.
 
         Args:
-            sends: (rank, contiguous tensor), drawn one by one: the next ranks first, so that no
-                two ranks begin with the same one.
+            sends: (rank, contiguous tensor), drawn one by one while those before it travel.
             receives: rank -> contiguous tensor, written.
+        Returns:
+            Waits until all messages have left and arrived; until then the tensors are in use.
         Raises:
-            LostPeer: naming the rank that is gone.
+            LostPeer: naming the rank that is gone; the returned function raises it too.
         """
         targets = [(target, peer) for peer, target in receives.items() if target.numel()]
         together = self.wire_device.type == "cuda"  # NCCL must know all of them as one group
@@ -259,15 +264,16 @@ class Ranks:
                 self.bytes_sent += message.numel() * message.element_size()
                 if together:
                     operations.append(dist.P2POp(dist.isend, message, peer))
-                    continue
-                if len(works) > len(targets):  # a second wait on the same one would never end
-                    work, last = works.pop()
-                    self._reach(last, work.wait)
-                works.append((self._reach(peer, dist.isend, message, peer), peer))
+                else:
+                    works.append((self._reach(peer, dist.isend, message, peer), peer))
         if operations:
             works = [(work, -1) for work in self._reach(-1, dist.batch_isend_irecv, operations)]
-        for work, peer in works:
-            self._reach(peer, work.wait)
+
+        def finish() -> None:
+            for work, peer in works:  # once each: gloo would never end a second wait
+                self._reach(peer, work.wait)
+
+        return finish
 
     def _reach(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -475,7 +481,8 @@ class Wire:
 
     All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, then
     all-gather. Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to 3
-    times slower.
+    times slower. It goes through the tensors in pieces: while one travels, the one before it is
+    averaged, and the one before that decoded and used.
 
     Args:
         ranks: the launch.
@@ -489,18 +496,20 @@ class Wire:
         self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else 256 * SLAB)
         sizes = [codec.nbytes(chunk) for chunk in self.chunks]
         self.payload_bytes = sum(sizes)
-        # Whole chunks, hence whole blocks, are handed out: contiguous parts of about equal bytes.
-        ends = list(accumulate(sizes))
-        part = [
-            min(ranks.groups - 1, (end - size) * ranks.groups // max(1, ends[-1]))
-            for end, size in zip(ends, sizes, strict=True)
-        ]
-        self.parts: list[list[int]] = [
-            [i for i, owner in enumerate(part) if owner == group] for group in range(ranks.groups)
-        ]
-        me, groups = ranks.rank // ranks.ranks_per_worker, ranks.groups
-        self.others = [(me + i) % groups for i in range(1, groups)]  # the next ones first
-        self.offsets = [0, *ends]
+        groups = ranks.groups
+        self.me = ranks.rank // ranks.ranks_per_worker
+        self.others = [(self.me + i) % groups for i in range(1, groups)]  # the next ones first
+        # Whole chunks, hence whole blocks, are handed out: every group has one contiguous part of
+        # each piece, all of about equal bytes.
+        self.pieces = max(1, min(4, len(sizes) // (2 * groups)))
+        count, before = self.pieces * groups, 0
+        self.parts: list[list[int]] = [[] for _ in range(count)]
+        self.sizes = [0] * count  # bytes of each part
+        for index, size in enumerate(sizes):
+            part = before * count // self.payload_bytes
+            self.parts[part].append(index)
+            self.sizes[part] += size
+            before += size
         largest = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
         self._total, self._part = torch.empty(2, largest, device=ranks.device)
         self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=ranks.device)
@@ -531,19 +540,23 @@ class Wire:
                 )
                 yield chunk, self._recode(index, self._average(parts, sum(include)))
             return
-        received = self._all_to_all(hosted)
-        means = self._buffer("mean", self.offsets[-1])
-        mine = self.parts[self.ranks.rank // self.ranks.ranks_per_worker]
-        for index in mine:
-            parts = (
-                part for worker, part in self._parts(index, hosted, received) if include[worker]
-            )
-            total = self._average(parts, sum(include))
-            self.codec.encode(total, self.chunks[index].block, self._slot(means, index))
-        self._all_gather(means)
-        for index, chunk in enumerate(self.chunks):
-            out = self._total[: chunk.stop - chunk.start]
-            yield chunk, self.codec.decode(self._slot(means, index), chunk.block, out)
+        scattered: dict[int, Callable[[], None]] = {}
+        gathered: dict[int, Callable[[], None]] = {}
+        for piece in range(self.pieces + 2):
+            if piece < self.pieces:
+                scattered[piece] = self._scatter(piece, hosted)
+            if 0 <= (before := piece - 1) < self.pieces:
+                scattered[before]()
+                self._reduce(before, hosted, include)
+                gathered[before] = self._gather(before)
+            if (oldest := piece - 2) >= 0:
+                gathered[oldest]()
+                for group in range(self.ranks.groups):
+                    (means,) = self._buffer("mean", oldest, group)
+                    for index, slot in self._slots(means, oldest, group):
+                        chunk = self.chunks[index]
+                        out = self._total[: chunk.stop - chunk.start]
+                        yield chunk, self.codec.decode(slot, chunk.block, out)
 
     def _average(self, parts: Iterable[Tensor], count: int) -> Tensor:
         """Sum in worker order, then divide: the order does not depend on the layout."""
@@ -565,78 +578,95 @@ class Wire:
         self.codec.encode(source, chunk.block, encoded)
         return self.codec.decode(encoded, chunk.block, self._part[: source.numel()])
 
-    def _slot(self, buffer: Tensor, index: int, base: int = 0) -> Tensor:
-        start = self.offsets[index] - base
-        return buffer[start : start + self.codec.nbytes(self.chunks[index])]
+    def _buffer(self, kind: str, piece: int, group: int, copies: int = 1) -> Tensor:
+        """Bytes of a group's part of a piece, (copies, n). There is room for two pieces, allocated
+        once for the run.
+        """
+        size = self.sizes[piece * self.ranks.groups + group]
+        key, most = f"{kind} {piece % 2} {group}", copies * max(self.sizes)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(most, dtype=torch.uint8, device=self.ranks.device)
+        return self._buffers[key][: copies * size].view(copies, size)
 
-    def _buffer(self, name: str, size: int) -> Tensor:
-        """Allocated once for the run; nothing of the model's size is allocated per interval."""
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self.ranks.device)
-        return self._buffers[name]
+    def _slots(self, message: Tensor, piece: int, group: int) -> Iterator[tuple[int, Tensor]]:
+        """The chunks of a part, and where their encodings stand in its message."""
+        start = 0
+        for index in self.parts[piece * self.ranks.groups + group]:
+            stop = start + self.codec.nbytes(self.chunks[index])
+            yield index, message[start:stop]
+            start = stop
 
-    def _span(self, group: int) -> tuple[int, int]:
-        part = self.parts[group]
-        return (self.offsets[part[0]], self.offsets[part[-1] + 1]) if part else (0, 0)
-
-    def _all_to_all(self, hosted: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Send each hosted worker's encoding of each part to its owner; group -> bytes received."""
-        begin, end = self._span(self.ranks.rank // self.ranks.ranks_per_worker)
-        receives = {
-            group: self._buffer(f"receive {group}", (end - begin) * len(hosted))
-            for group in self.others
-        }
+    def _scatter(self, piece: int, hosted: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
+        """Send every other group the hosted workers' encodings of its part, receive the own one."""
 
         def messages() -> Iterator[tuple[int, Tensor]]:
             for group in self.others:
-                start, stop = self._span(group)
-                message = self._buffer(f"send {group}", (stop - start) * len(hosted))
-                for row, tensors in zip(message.view(len(hosted), -1), hosted, strict=True):
-                    for index in self.parts[group]:
-                        chunk, slot = self.chunks[index], self._slot(row, index, start)
+                message = self._buffer("send", piece, group, len(hosted))
+                for row, tensors in zip(message, hosted, strict=True):
+                    for index, slot in self._slots(row, piece, group):
+                        chunk = self.chunks[index]
                         self.codec.encode(_cut(tensors, chunk), chunk.block, slot)
                 yield group, message
 
-        self._exchange(messages(), receives)
-        return receives
+        receives = {
+            group: self._buffer(f"from {group}", piece, self.me, len(hosted))
+            for group in self.others
+        }
+        return self._exchange(messages(), receives)
 
-    def _parts(
-        self, index: int, hosted: Sequence[Sequence[Tensor]], received: dict[int, Tensor]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Every worker's decoded contribution to one of the own chunks, in worker order."""
-        chunk = self.chunks[index]
-        me, per_rank = self.ranks.rank // self.ranks.ranks_per_worker, len(hosted)
-        begin, _ = self._span(me)
-        for worker in range(self.ranks.workers):
-            group, row = divmod(worker, per_rank)
-            if group == me:
-                yield worker, self._recode(index, _cut(hosted[row], chunk))
+    def _reduce(
+        self, piece: int, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
+    ) -> None:
+        """Encode the mean of the own part, summed in worker order."""
+        rows: list[Sequence[Tensor] | Tensor] = []  # tensors of a hosted worker, bytes of another
+        for group in range(self.ranks.groups):
+            if group == self.me:
+                rows += hosted
             else:
-                encoded = self._slot(received[group].view(per_rank, -1)[row], index, begin)
-                out = self._part[: chunk.stop - chunk.start]
-                yield worker, self.codec.decode(encoded, chunk.block, out)
+                rows += self._buffer(f"from {group}", piece, self.me, len(hosted))
+        rows = [row for row, counts in zip(rows, include, strict=True) if counts]
+        (means,) = self._buffer("mean", piece, self.me)
+        start = 0
+        for index, slot in self._slots(means, piece, self.me):
+            chunk, here = self.chunks[index], slice(start, start + len(slot))
+            start = here.stop
+            out = self._part[: chunk.stop - chunk.start]
+            parts = (
+                self.codec.decode(row[here], chunk.block, out)
+                if isinstance(row, Tensor)
+                else self._recode(index, _cut(row, chunk))
+                for row in rows
+            )
+            self.codec.encode(self._average(parts, len(rows)), chunk.block, slot)
 
-    def _all_gather(self, means: Tensor) -> None:
-        """Send the own encoded part to everyone, receive the others' in place."""
-        own = means[slice(*self._span(self.ranks.rank // self.ranks.ranks_per_worker))]
-        receives = {group: means[slice(*self._span(group))] for group in self.others}
-        self._exchange(((group, own) for group in self.others), receives)
+    def _gather(self, piece: int) -> Callable[[], None]:
+        """Send the own part's encoded mean to everyone, receive those of the others."""
+        own = self._buffer("mean", piece, self.me)
+        receives = {group: self._buffer("mean", piece, group) for group in self.others}
+        return self._exchange(((group, own) for group in self.others), receives)
 
-    def _exchange(self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]) -> None:
+    def _exchange(
+        self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]
+    ) -> Callable[[], None]:
         """One message to and from each other group's rank of the same shard."""
         wire, (S, shard) = self.ranks.wire_device, (self.ranks.ranks_per_worker, self.ranks.shard)
         # Where the wire is on the CPU and the tensors are not, this stages them.
-        arrived = {
+        staged = {
             group: target if target.device == wire else torch.empty_like(target, device=wire)
             for group, target in receives.items()
         }
-        self.ranks.exchange(
+        finish = self.ranks.exchange(
             ((group * S + shard, message.to(wire)) for group, message in sends),
-            {group * S + shard: target for group, target in arrived.items()},
+            {group * S + shard: target for group, target in staged.items()},
         )
-        for group, target in receives.items():
-            if arrived[group] is not target:
-                target.copy_(arrived[group])
+
+        def arrived() -> None:
+            finish()
+            for group, target in receives.items():
+                if staged[group] is not target:
+                    target.copy_(staged[group])
+
+        return arrived
 
 
 def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:

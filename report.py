@@ -276,7 +276,8 @@ def _draw_controller(one: Run, panels: Any) -> None:
             at, horizons = [row["step"] for row in judged], [row["horizon"] for row in judged]
             panels[0].plot(at, horizons, mark, ms=5, label=verdict)
     panels[0].set(ylabel="horizon, steps", title=one.arm)
-    panels[0].legend(fontsize=8, ncols=5, loc="lower right")
+    if any(row["verdict"] for row in rows):
+        panels[0].legend(fontsize=8, ncols=5, loc="lower right")
     for panel, name, sign in ((panels[1], "drift", 1), (panels[2], "coherence", -1)):
         bands = []
         for index, row in enumerate(rows):

@@ -52,9 +52,11 @@ import bench
 import data
 import diloco
 import eval as evaluation
+import experiments
 import model
 import model as model_module
 import quant
+import report
 import train
 from model import IGNORE, SIZES, Cache, ModelConfig, RopeScaling, Transformer
 from quant import BLOCK, CODECS, SLAB, Chunk, chunks, payload_bytes
@@ -4931,12 +4933,12 @@ def test_more_signals_while_saving_change_nothing(place):
 def test_survivors_stop_within_the_timeout_and_name_the_lost_rank(place, ranks, lost, where):
     if where.startswith("EXCHANGE"):  # in the second half of the third synchronisation
         where = (
-            "original, calls = diloco.Wire._all_gather, []\n"
-            "def gather(self, means):\n"
-            "    calls.append(1)\n"
-            f"    len(calls) == 3 and {where.split(' ', 1)[1]}\n"
-            "    original(self, means)\n"
-            "diloco.Wire._all_gather = gather"
+            "original, calls = diloco.Wire._gather, []\n"
+            "def gather(self, piece):\n"
+            "    calls.append(piece)\n"
+            f"    calls.count(piece) == 3 and {where.split(' ', 1)[1]}\n"
+            "    return original(self, piece)\n"
+            "diloco.Wire._gather = gather"
         )
     workers = f"--workers {ranks} --timeout-minutes 0.1"
     launch = Launch(f"{LINE} {workers} --name run", ranks, {lost: where})
@@ -6495,8 +6497,9 @@ def test_parts_of_the_ranks_cover_the_payload_once(codec):
             diloco.Wire(diloco.Ranks(rank, world, world), quant.CODECS[codec], numels)
             for rank in range(world)
         ]
-        spans = [wires[0]._span(group) for group in range(world)]
-        assert sum(stop - start for start, stop in spans) == wires[0].payload_bytes
+        assert sum(wires[0].sizes) == wires[0].payload_bytes
+        assert list(itertools.chain(*wires[0].parts)) == list(range(len(wires[0].chunks)))
+        assert all(wire.parts == wires[0].parts for wire in wires)
         for rank, wire in enumerate(wires):
             assert wire.others == [(rank + i) % world for i in range(1, world)]
 
@@ -6551,3 +6554,126 @@ def test_the_kernel_counts_the_bytes_that_the_ranks_count():
 def test_a_failing_rank_is_named_with_the_end_of_its_output():
     with pytest.raises(RuntimeError, match="nothing: rank 0 failed"):
         bench.launch("nothing", json.loads("{}"))
+
+
+# =================================================================================================
+# Reports and experiments
+# =================================================================================================
+# Sabotages, each with the test that goes red: a window of 1 % of the steps, crossings at "<", pairs
+# of different seeds (..._by_hand); a band of the wrong sign (..._the_rule_draws_the_line); README's
+# table edited by hand (..._what_the_recorded_summaries_give).
+
+
+def recorded(seed=0, losses=(), **summary):
+    """A `report.Run` that no run wrote."""
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    config = train.Config(method="diloco", seed=seed)
+    intervals = [
+        {"horizon": 20, "update_norm": 1.0, "verdict": None},
+        {"horizon": 30, "update_norm": 5.0, "verdict": "supports"},
+        {"horizon": 20, "update_norm": 2.0, "verdict": "supports"},
+        {"horizon": 20, "update_norm": None, "verdict": "nonfinite"},
+        {"horizon": 20, "update_norm": 6.0, "verdict": "moderate"},
+    ]
+    return report.Run(Path("run"), config, config.rules, summary, metrics, intervals)
+
+
+def test_smoothed_losses_crossings_and_update_norms_by_hand():
+    one = recorded(losses=[4.0, 2.0] * 50)  # 2 % of 100 steps are 2
+    assert one.smoothed == [4.0, *[3.0] * 99]
+    assert report._crossing(one, 3.0) == 2
+    assert report._crossing(one, 2.9) is None
+    assert one.update_norms == {20: 2.0, 30: 5.0}
+    assert one.row["verdicts"] == {"supports": 2, "nonfinite": 1, "moderate": 1}
+
+
+def test_the_smoothed_loss_at_the_end_is_the_summary_s_training_loss(runs):
+    one = report.read_run(runs / "plain")
+    assert one.smoothed[-1] == pytest.approx(one.summary["train_loss"], abs=1e-12)
+
+
+def test_results_pair_the_runs_of_equal_seeds_by_hand():
+    common = dict(train_loss=1.0, synchronisations=3, payload_bytes=2_000_000, saved=0.5, seconds=9)
+    losses = {"a": (2.0, 3.0), "b": (2.5, 2.0)}
+    rows = [
+        common | dict(arm=arm, base="a", seed=seed, val_loss=loss)
+        for arm, pair in losses.items()
+        for seed, loss in zip((7, 8) if arm == "a" else (8, 7), pair, strict=True)
+    ]
+    assert report.paired(rows[2:], rows[:2]) == [-0.5, 0.0]
+    first, second = report.results(rows).splitlines()[2:]
+    assert (
+        first == "| a | 2 | 1.0000 ± 0.0000 | 2.5000 ± 0.7071 | - | - | 3 | 2.0 MB | 50.0 % | 9 s |"
+    )
+    assert "| -0.2500 ± 0.3536 | 1 of 2 |" in second
+    assert report.between([None, 3, 2]) == "2 to 3 (1 never)"
+    assert report.between([None]) == "never"
+
+
+def test_report_prints_every_table_and_draws_every_plot(runs, tmp_path, capsys):
+    train.write_json(runs / "plain" / "tasks.json", [dict(task="t", metric="m", value=0.5, n=2)])
+    folders = [str(runs / name) for name in ("plain", "chat")]
+    assert evaluation.main(["report", *folders, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    (runs / "plain" / "tasks.json").unlink()
+    for name in ("plain", "chat"):
+        summary = train.read_json(runs / name / "summary.json")
+        assert f"{summary['val_loss']:.4f}" in shown
+        assert f"| {diloco.format_runs(summary['intervals'])} |" in shown
+        assert (tmp_path / f"controller-{name}.png").stat().st_size > 20_000
+    assert "| plain | t | m | 0.5 | 2 |" in shown
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_report_of_what_is_no_finished_run_is_one_line(runs, tmp_path, capsys):
+    shutil.copytree(runs / "plain", tmp_path / "cut")
+    (tmp_path / "cut" / "metrics.jsonl").write_text('{"step": 1, "lo')
+    for folder, name in ((tmp_path, "config.json"), (tmp_path / "cut", "metrics.jsonl")):
+        assert evaluation.main(["report", str(folder)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert str(folder / name) in line
+
+
+def test_a_residual_at_the_rule_s_limit_is_where_the_rule_draws_the_line():
+    history = (0.1, 0.3, 0.2, 0.6)
+    for z in (A.SUPPORTS, A.MODERATE):
+        assert A.robust_z(report._residual_at(z, history), history) == pytest.approx(z)
+
+
+@pytest.mark.parametrize("arm", experiments.CONTROLS)
+def test_controls_execute_as_many_intervals_as_they_are_told(arm):
+    config, _ = train.parse(experiments.flags(arm, 3, 0.7, 0.9, 73).split())
+    lengths = config.rules.sequence
+    assert (len(lengths), sum(lengths)) == (73, 2000)
+    if arm == "as few, random":
+        assert len(set(lengths)) > 10
+        assert experiments.flags(arm, 4, 0.7, 0.9, 73) != experiments.flags(arm, 3, 0.7, 0.9, 73)
+    else:
+        assert set(lengths) == {27, 28}
+    corrected = arm == "as few, even, corrected"
+    assert config.outer_momentum == pytest.approx(0.853815 if corrected else 0.9, abs=1e-6)
+    assert config.outer_lr == pytest.approx(0.7 * 1.46185 if corrected else 0.7, abs=1e-5)
+
+
+def test_readme_s_tables_are_what_the_recorded_summaries_give():
+    assert experiments.written(README) == README
+    for name in experiments.EXPERIMENTS:
+        recorded_here = (experiments.RESULTS / f"{name}.json").exists()
+        assert recorded_here == (f"<!-- table: {name} -->" in README), name
+
+
+@pytest.mark.slow
+def test_an_experiment_runs_once_and_keeps_its_rows(folder, monkeypatch):
+    flags = "--steps 20 --val-documents 4 --base-horizon 10 --method diloco"
+    jobs = [experiments.Job("arm", seed, flags, "arm") for seed in (0, 1)]
+    rows = experiments.execute(jobs)
+    assert [row["seed"] for row in rows] == [0, 1]
+    assert rows[0]["val_loss"] != rows[1]["val_loss"]
+    monkeypatch.setattr(experiments.Job, "execute", None)  # nothing is left to run
+    assert experiments.execute(jobs) == rows
+    monkeypatch.setattr(experiments, "RESULTS", folder / "results")
+    experiments.keep("main", {"runs": rows})
+    assert train.read_json(folder / "results" / "main.json") == {"runs": rows}
+    assert f"{rows[0]['saved']:.1%}".replace("%", " %") in experiments.tables(
+        "main", {"runs": rows}
+    )

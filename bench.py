@@ -1,6 +1,6 @@
 """Speed, memory and bytes against the machine's limits and against plain versions.
 
-    python bench.py sync|codec|wire|step|workers|memory [--quick]
+    python bench.py sync|codec|wire|step|workers|memory|link [--quick]
     python bench.py bytes                  # what travels, for every model and recipe; no timing
 
 Each command prints one table. A row has the limit that was measured in the same run, a plain
@@ -529,16 +529,19 @@ def task_wire(numel: int, pairs: int, counted: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def shaped_hosts(count: int, mbit: int) -> Iterator[list[tuple[str, str]]]:
+def shaped_hosts(count: int, mbit: float, delay_ms: float = 0.0) -> Iterator[list[tuple[str, str]]]:
     """Network namespaces on one bridge, each with a link of `mbit` Mbit/s in both directions.
 
     Nothing outside the namespaces is touched, and they go when the block ends.
 
     Args:
         count: how many.
-        mbit: rate of each link.
+        mbit: rate of each link; infinite for a link as it is.
+        delay_ms: of each message on its way, ms.
     Yields:
         (namespace, address) of each.
+    Raises:
+        subprocess.CalledProcessError: the kernel has no netem, which a delay needs.
     """
     switch = f"bench-{os.getpid()}"
     hosts = [(f"{switch}-{i}", f"10.77.0.{i + 1}") for i in range(count)]
@@ -546,10 +549,17 @@ def shaped_hosts(count: int, mbit: int) -> Iterator[list[tuple[str, str]]]:
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
-    def shape(where: str, link: str) -> None:
-        limit = ["rate", f"{mbit}mbit", "burst", "128kb", "limit", "4mb"]
-        command = ["tc", "-n", where, "qdisc", "add", "dev", link, "root", "tbf", *limit]
+    def queue(where: str, link: str, *words: str) -> None:
+        command = ["tc", "-n", where, "qdisc", "add", "dev", link, *words]
         subprocess.run(command, check=True, capture_output=True, text=True)
+
+    def shape(where: str, link: str, delay: float) -> None:
+        if math.isfinite(mbit):
+            limit = ["rate", f"{mbit}mbit", "burst", "128kb", "limit", "4mb"]
+            queue(where, link, "root", "handle", "1:", "tbf", *limit)
+        if delay:
+            parent = ["parent", "1:1"] if math.isfinite(mbit) else ["root"]
+            queue(where, link, *parent, "netem", "delay", f"{delay}ms", "limit", "100000")
 
     made: list[str] = []
     try:
@@ -566,8 +576,8 @@ def shaped_hosts(count: int, mbit: int) -> Iterator[list[tuple[str, str]]]:
             ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "bench0")
             ip("-n", name, "link", "set", "bench0", "up")
-            shape(switch, port)
-            shape(name, "bench0")
+            shape(switch, port, 0.0)
+            shape(name, "bench0", delay_ms)
         yield hosts
     finally:
         for name in reversed(made):
@@ -614,6 +624,75 @@ def bench_wire(quick: bool) -> list[Row]:
         apart = 100 * abs(kernel / sent - 1)
         what = f"bytes of one mean, {name}: the kernel's count / ours"
         rows.append(Row(what, "MB", math.nan, kernel / MB, sent / MB, "% apart", [apart], "<= 5.0"))
+    return rows
+
+
+# ---------------------------------------------------------------- whole runs on a slow link
+
+
+def task_link(folder: str, argv: list[str]) -> dict[str, Any]:
+    """One rank of a training run, and the bytes that the kernel counted on its interface."""
+    os.chdir(folder)
+    before = interface_bytes()
+    code = train.main(argv)
+    time.sleep(0.5)  # what a rank has written may still wait in its socket
+    return {"code": code, "kernel": interface_bytes() - before}
+
+
+def can_delay() -> bool:
+    """Whether the kernel can delay messages."""
+    try:
+        with shaped_hosts(1, math.inf, 1.0):
+            return True
+    except subprocess.CalledProcessError:
+        return False
+
+
+def bench_link(quick: bool) -> list[Row]:
+    """Wall-clock time of training on links of 100 Mbit/s, beside payload / rate + delay.
+
+    The communication that is measured is the run's time less that of the same run on links as they
+    are. The prediction counts one payload in each direction and one delay a synchronisation.
+    """
+    if reason := cannot_shape():
+        raise RuntimeError(reason)
+    mbit, delay_ms, steps = 100.0, 20.0, 60 if quick else 400
+    if not can_delay():
+        print("this kernel has no netem, so the links have a rate and no delay")
+        delay_ms = 0.0
+    rows = []
+    for method in ("ddp", "autoloco") if quick else ("ddp", "diloco", "autoloco"):
+        for wire in ("int8",) if quick else ("fp32", "int8"):
+            flags = f"--workers 2 --steps {steps} --method {method} --wire {wire} --overwrite"
+            flags += " --name run --checkpoint-every 1000"
+            taken: list[float] = []
+            kernel = 0
+            entries: list[dict[str, Any]] = []
+            for rate, delay in ((math.inf, 0.0), (mbit, delay_ms)):
+                with shaped_hosts(2, rate, delay) as hosts, tempfile.TemporaryDirectory() as folder:
+                    options = dict(folder=folder, argv=flags.split())
+                    ranks = launch("link", options, 2, hosts)
+                    kernel = sum(rank["kernel"] for rank in ranks)
+                    run = Path(folder, "runs/run")
+                    _, entries, _ = autoloco.read_log(str(run / "intervals.jsonl"))
+                    taken.append(train.read_json(run / "summary.json")["seconds"])
+            count = steps if method == "ddp" else len(entries)
+            payload, sent = (
+                sum(e[f"{name}_bytes"] for e in entries) for name in ("payload", "sent")
+            )
+            predicted = payload * 8 / (mbit * 1e6) + count * delay_ms / 1e3
+            what = f"{method} {wire}, {steps} steps, {count} synchronisations"
+            shown = (predicted, taken[0], taken[1] - taken[0])
+            ratio = [(taken[1] - taken[0]) / predicted]
+            rows.append(Row(f"{what}: communication", "s", *shown, "measured / predicted", ratio))
+            # Both ranks send what rank 0 sends, and a little to validate and to meet.
+            apart = [100 * abs(kernel / (2 * sent) - 1)]
+            shown = (math.nan, kernel / MB, 2 * sent / MB)
+            rows.append(Row(f"{what}: the kernel's count / ours", "MB", *shown, "% apart", apart))
+    print(
+        f"links of {mbit:g} Mbit/s and {delay_ms:g} ms, 2 workers; limit: predicted communication,"
+    )
+    print("plain: the whole run on links as they are, ours: what the slow link added")
     return rows
 
 
@@ -964,8 +1043,10 @@ COMMANDS: dict[str, Callable[[bool], list[Row]]] = {
     "step": bench_step,
     "workers": bench_workers,
     "memory": bench_memory,
+    "link": bench_link,
 }
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "link": task_link,
     "wire": task_wire,
     "step_memory": task_step_memory,
     "workers": task_workers,

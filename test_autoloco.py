@@ -4711,6 +4711,22 @@ def moments(name: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("method", ["autoloco", "ddp"])
+@pytest.mark.parametrize("wire", quant.CODECS)
+def test_the_log_holds_the_bytes_that_the_shapes_give(place, method, wire):
+    launch = Launch(f"{LINE} --workers 2 --method {method} --wire {wire} --name run", 2)
+    assert launch.wait() == [0, 0]
+    numels = [shape.numel() for shape in model.parameter_shapes(MINI).values()]
+    payload = quant.payload_bytes(CODECS[wire], numels)
+    for row in rows_of_log("run")[1:]:
+        means = row["steps"] if method == "ddp" else 1
+        assert row["payload_bytes"] == means * payload
+        # To the other rank: its part and the mean of the own one, together a payload; then losses,
+        # targets, tokens, norm and rate of every step, the drift, and two checksums.
+        scalars = 5 * row["steps"] + (method != "ddp") + 2
+        assert row["sent_bytes"] == means * payload + 8 * scalars
+
+
 # ---------------------------------------------------------------- resume
 
 

@@ -445,7 +445,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     """Estimate of one GPU's memory in bytes, by purpose.
 
         states       4 n (3 R + 1) + 8 n    parameters and AdamW of R workers, gradients; shared, m
-        wire         e (1 + 2 R (G-1)/G)    the mean; sent and received parts of it
+        wire         e (1/2 + R (G-1)/G)    the mean, sent and received parts: two pieces of four
         copies       2 n in bf16; S > 1: c (3 b + 2 r) + 4 max(b, r), as FSDP2 gathers two blocks
                      and the rest, and reduces the gradient of one and the rest in fp32
         activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
@@ -470,7 +470,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     if config.method == "ddp":
         states = 4 * n * (3 + hosted)
     encoded = quant.payload_bytes(quant.CODECS[config.wire], list(local.values()))
-    wire = encoded * (1 + 2 * hosted * (groups - 1) / groups) if groups > 1 else 0
+    wire = encoded * (0.5 + hosted * (groups - 1) / groups) if groups > 1 else 0
     rest = sum(shape.numel() for name, shape in whole.items() if not name.startswith("blocks."))
     block = (model.parameter_count(size) - rest) // size.layers
     copies = 2 * n if c == 2 else 0
@@ -748,7 +748,8 @@ class Progress:
         state: scheduler position, mapper and controller before the current interval.
         intervals: executed steps of every completed interval.
         payload_bytes: logical payload of a worker so far.
-        sent_bytes: bytes that rank 0 sent so far.
+        sent_bytes: bytes that rank 0 sent in completed intervals.
+        unlogged_bytes: bytes that it sent in this one (ddp sends at every step).
         seconds: wall-clock time so far, over all resumes.
         bad: intervals in a row with a non-finite worker.
         loss: of the last interval.
@@ -758,6 +759,7 @@ class Progress:
     intervals: list[int]
     payload_bytes: int = 0
     sent_bytes: int = 0
+    unlogged_bytes: int = 0
     seconds: float = 0.0
     bad: int = 0
     loss: float = math.nan
@@ -1232,20 +1234,23 @@ def train(
     everyone = ranks.gather(torch.tensor([workers.wire.payload_bytes]))
     payload = int(everyone[: ranks.ranks_per_worker].sum())
     while progress.state.step < rules.steps:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), ranks.bytes_sent - progress.unlogged_bytes
         planned = autoloco.plan(rules, progress.state)
         if not any(workers.done):
             workers.begin(planned.steps)
-        for step in range(planned.step, planned.step + planned.steps):
-            ranks.meet(f"step-{step} of {workers.party}", stopping, workers.party)
-            workers.set_lr(autoloco.inner_lr(rules, step))
-            for row, worker in enumerate(ranks.hosted):
-                if workers.done[row] <= step - planned.step:  # ahead only after a resume
-                    workers.step(row, source.batch(worker, step))
-            show(step + 1, planned, progress)
-        ranks.meet(f"interval-{planned.interval}", stopping, ranks.everyone)
+        try:
+            for step in range(planned.step, planned.step + planned.steps):
+                ranks.meet(f"step-{step} of {workers.party}", stopping, workers.party)
+                workers.set_lr(autoloco.inner_lr(rules, step))
+                for row, worker in enumerate(ranks.hosted):
+                    if workers.done[row] <= step - planned.step:  # ahead only after a resume
+                        workers.step(row, source.batch(worker, step))
+                show(step + 1, planned, progress)
+            ranks.meet(f"interval-{planned.interval}", stopping, ranks.everyone)
+        finally:
+            progress.unlogged_bytes = ranks.bytes_sent - before
 
-        middle, sent = time.perf_counter(), ranks.bytes_sent
+        middle = time.perf_counter()
         statistics = workers.synchronise(planned)
         workers.begin(0)
         observation = autoloco.Observation(
@@ -1259,12 +1264,13 @@ def train(
         bits = diloco.checksum(workers.shared)
         verdict = zlib.crc32(repr((progress.state, decision)).encode())
         diloco.agree(ranks, {"shared parameters": bits, "decision": verdict})
-        ended = time.perf_counter()
+        ended, sent = time.perf_counter(), ranks.bytes_sent - before
+        progress.unlogged_bytes = 0
 
         times = planned.steps if config.method == "ddp" else 1
         progress.intervals.append(planned.steps)
         progress.payload_bytes += payload * times
-        progress.sent_bytes += ranks.bytes_sent - sent
+        progress.sent_bytes += sent
         progress.seconds += ended - began
         progress.bad = progress.bad + 1 if statistics.excluded else 0
         rows = interval_rows(config, planned, statistics)
@@ -1276,7 +1282,7 @@ def train(
         entry = autoloco.record(planned, observation, progress.state.mapper, decision) | {
             "update_norm": statistics.update_norm,
             "payload_bytes": payload * times,
-            "sent_bytes": ranks.bytes_sent - sent,
+            "sent_bytes": sent,
             "checksum": f"{bits % 2**64:016x}",
             "excluded": list(statistics.excluded),
             "local_seconds": middle - began,

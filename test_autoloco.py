@@ -5715,19 +5715,19 @@ def test_sharded_int8_and_bf16_runs_stay_close_to_unsharded_ones():
     # With bf16 the shards also gather embedding and norms in it, which one process keeps in fp32.
     cases = (("int8", "--wire int8", 1e-3), ("bf16", "--dtype bf16 --wire bf16", 2e-2))
     for name, options, bound in cases:
-        fsdp_run(f"{SHARDED} {options}", f"sharded-{name}")
+        fsdp_run(f"{FSDP_SHARDED} {options}", f"sharded-{name}")
         alone(f"{RUN} {options}", f"whole-{name}")
         difference = summary(f"sharded-{name}")["val_loss"] - summary(f"whole-{name}")["val_loss"]
         assert abs(difference) < bound
         logged = rows(f"sharded-{name}", "intervals")[1]["payload_bytes"]
-        config, _ = train.parse(f"{SHARDED} {options}".split())
+        config, _ = train.parse(f"{FSDP_SHARDED} {options}".split())
         assert logged == train.payload_per_synchronisation(config)
 
 
 @pytest.mark.slow
 def test_sharded_data_parallel_equals_unsharded():
     line = "--method ddp --steps 24 --base-horizon 8"
-    fsdp_run(f"{SHARDED} {line}", "sharded-ddp")
+    fsdp_run(f"{FSDP_SHARDED} {line}", "sharded-ddp")
     alone(f"{RUN} {line}", "whole-ddp")
     assert farthest("sharded-ddp", "whole-ddp") < 1e-4
 
@@ -5735,7 +5735,7 @@ def test_sharded_data_parallel_equals_unsharded():
 @pytest.mark.slow
 def test_compiled_blocks_lose_the_same():
     line = "--steps 8 --base-horizon 4"
-    fsdp_run(f"{SHARDED} {line} --compile", "sharded-compiled")
+    fsdp_run(f"{FSDP_SHARDED} {line} --compile", "sharded-compiled")
     alone(f"{RUN} {line}", "whole-short")
     assert farthest("sharded-compiled", "whole-short") < 1e-4
 
@@ -5744,8 +5744,8 @@ def test_compiled_blocks_lose_the_same():
 def test_a_sharded_run_starts_from_a_sharded_run_and_from_its_export(sharded):
     assert evaluation.main(["export", f"runs/{sharded}", "exported"]) == 0
     line = "--steps 8 --base-horizon 4 --init-from "
-    fsdp_run(f"{SHARDED} {line}runs/{sharded}", "from-run")
-    fsdp_run(f"{SHARDED} {line}exported", "from-export")
+    fsdp_run(f"{FSDP_SHARDED} {line}runs/{sharded}", "from-run")
+    fsdp_run(f"{FSDP_SHARDED} {line}exported", "from-export")
     alone(f"{RUN} {line}runs/{sharded}", "whole-from-run")
     assert rows("from-run") == rows("from-export")
     assert farthest("from-run", "whole-from-run") < 1e-5

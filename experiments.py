@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import autoloco
 import diloco
-import report
+import eval as evaluation
 import train
 
 TUNING_SEED = 100  # not among the reported ones
@@ -95,7 +95,7 @@ def execute(jobs: Sequence[Job]) -> Rows:
             pass
     rows = []
     for job in jobs:
-        row = report.read_run(Path("runs", job.name)).row
+        row = evaluation.read_run(Path("runs", job.name)).row
         command = f"train.py {job.flags} --seed {job.seed}"
         rows.append(row | {"arm": job.arm, "base": job.base, "command": command})
     return rows
@@ -164,7 +164,7 @@ def main_comparison(seeds: range) -> dict[str, Rows]:
     """All methods and controls, each at the best point of one grid on another seed (4.2)."""
     tuning = compare([TUNING_SEED], dict.fromkeys((*BASELINES, *CONTROLS), GRID))
     best: dict[str, Sequence[tuple[float, float]]] = {"ddp": GRID[:1]}
-    for arm, rows in report.by_arm(tuning).items():
+    for arm, rows in evaluation.by_arm(tuning).items():
         place = min(range(len(GRID)), key=lambda at: rows[at]["val_loss"])
         best[arm] = [GRID[place]]
     return {"tuning": tuning, "runs": compare(seeds, best)}
@@ -275,17 +275,17 @@ def tables(name: str, found: dict[str, Rows]) -> str:
             )
             for row in found["runs"]
         )
-        return report.table("case | train loss | syncs | verdicts | executed intervals", cases)
-    text = report.results(found["runs"])
+        return evaluation.table("case | train loss | syncs | verdicts | executed intervals", cases)
+    text = evaluation.results(found["runs"])
     if "tuning" in found:
         lines = []
-        for arm, rows in report.by_arm(found["tuning"]).items():
+        for arm, rows in evaluation.by_arm(found["tuning"]).items():
             losses = [row["val_loss"] for row in rows]
             bold = ("**" if loss == min(losses) else "" for loss in losses)
             cells = (f"{b}{loss:.4f}{b}" for b, loss in zip(bold, losses, strict=True))
             lines.append((arm, *cells))
         points = (f"{rate:g}, {momentum:g}" for rate, momentum in GRID)
-        text += "\n" + report.table(" | ".join(["arm", *points]), lines)
+        text += "\n" + evaluation.table(" | ".join(["arm", *points]), lines)
     return text
 
 

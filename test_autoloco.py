@@ -56,7 +56,6 @@ import experiments
 import model
 import model as model_module
 import quant
-import report
 import train
 from model import IGNORE, SIZES, Cache, ModelConfig, RopeScaling, Transformer
 from quant import BLOCK, CODECS, SLAB, Chunk, chunks, payload_bytes
@@ -4426,6 +4425,12 @@ def test_the_readme_s_commands_are_ones_that_the_programs_know(capsys):
         train.parse(line.split("#")[0].split())
 
 
+def test_the_readme_s_dry_run_is_what_the_program_prints(capsys):
+    command, printed = re.search(r"\$ python train.py (.*)\n([^`]*)```", README).groups()
+    assert train.main(command.split()) == 0
+    assert capsys.readouterr().out == printed
+
+
 # The same for the workers and the loop: each was tried, and its test went red.
 SABOTAGES += [
     (
@@ -6581,7 +6586,7 @@ def test_a_failing_rank_is_named_with_the_end_of_its_output():
 
 
 def recorded(seed=0, losses=(), **summary):
-    """A `report.Run` that no run wrote."""
+    """A `evaluation.Run` that no run wrote."""
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     config = train.Config(method="diloco", seed=seed)
     intervals = [
@@ -6591,20 +6596,20 @@ def recorded(seed=0, losses=(), **summary):
         {"horizon": 20, "update_norm": None, "verdict": "nonfinite"},
         {"horizon": 20, "update_norm": 6.0, "verdict": "moderate"},
     ]
-    return report.Run(Path("run"), config, config.rules, summary, metrics, intervals)
+    return evaluation.Run(Path("run"), config, config.rules, summary, metrics, intervals)
 
 
 def test_smoothed_losses_crossings_and_update_norms_by_hand():
     one = recorded(losses=[4.0, 2.0] * 50)  # 2 % of 100 steps are 2
     assert one.smoothed == [4.0, *[3.0] * 99]
-    assert report._crossing(one, 3.0) == 2
-    assert report._crossing(one, 2.9) is None
+    assert evaluation._crossing(one, 3.0) == 2
+    assert evaluation._crossing(one, 2.9) is None
     assert one.update_norms == {20: 2.0, 30: 5.0}
     assert one.row["verdicts"] == {"supports": 2, "nonfinite": 1, "moderate": 1}
 
 
 def test_the_smoothed_loss_at_the_end_is_the_summary_s_training_loss(runs):
-    one = report.read_run(runs / "plain")
+    one = evaluation.read_run(runs / "plain")
     assert one.smoothed[-1] == pytest.approx(one.summary["train_loss"], abs=1e-12)
 
 
@@ -6616,14 +6621,14 @@ def test_results_pair_the_runs_of_equal_seeds_by_hand():
         for arm, pair in losses.items()
         for seed, loss in zip((7, 8) if arm == "a" else (8, 7), pair, strict=True)
     ]
-    assert report.paired(rows[2:], rows[:2]) == [-0.5, 0.0]
-    first, second = report.results(rows).splitlines()[2:]
+    assert evaluation.paired(rows[2:], rows[:2]) == [-0.5, 0.0]
+    first, second = evaluation.results(rows).splitlines()[2:]
     assert (
         first == "| a | 2 | 1.0000 ± 0.0000 | 2.5000 ± 0.7071 | - | - | 3 | 2.0 MB | 50.0 % | 9 s |"
     )
     assert "| -0.2500 ± 0.3536 | 1 of 2 |" in second
-    assert report.between([None, 3, 2]) == "2 to 3 (1 never)"
-    assert report.between([None]) == "never"
+    assert evaluation.between([None, 3, 2]) == "2 to 3 (1 never)"
+    assert evaluation.between([None]) == "never"
 
 
 def test_report_prints_every_table_and_draws_every_plot(runs, tmp_path, capsys):
@@ -6653,7 +6658,7 @@ def test_report_of_what_is_no_finished_run_is_one_line(runs, tmp_path, capsys):
 def test_a_residual_at_the_rule_s_limit_is_where_the_rule_draws_the_line():
     history = (0.1, 0.3, 0.2, 0.6)
     for z in (A.SUPPORTS, A.MODERATE):
-        assert A.robust_z(report._residual_at(z, history), history) == pytest.approx(z)
+        assert A.robust_z(evaluation._residual_at(z, history), history) == pytest.approx(z)
 
 
 @pytest.mark.parametrize("arm", experiments.CONTROLS)

@@ -416,7 +416,7 @@ def bench_codec(quick: bool) -> list[Row]:
     pairs = 7 if quick else 15
     source = torch.randn(numel, device=DEVICE)
     target = torch.empty_like(source)
-    slab = quant.SLAB if not GPU else 256 * quant.SLAB
+    slab = quant.SLAB if not GPU else 8 * quant.SLAB
     cut = quant.chunks([numel], slab)
     rows = []
     for codec in quant.CODECS.values():

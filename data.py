@@ -552,7 +552,7 @@ def parse_row(shard: Shard, line: int, row: Any, chat: bool) -> Document:
     where, field = f"{shard.path}:{line}", "messages" if chat else "text"
     try:
         row = json.loads(row) if isinstance(row, bytes) else row
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
     if not isinstance(row, dict) or field not in row:
         raise ValueError(f"{where}: no field {field!r}")
@@ -640,8 +640,11 @@ def hub_shards(
 
     streamed = data == "c4"
     repo = "allenai/c4" if streamed else "HuggingFaceH4/ultrachat_200k"
-    message = f"--data {data}: {{}}; --data PATH reads local files of the same layout"
+    path = f"./{data}" if Path(data).exists() else "PATH"
+    message = f"--data {data}: {{}}; --data {path} reads local files of the same layout"
     pair: list[list[Shard]] = []
+    if revision:
+        facts["revision"] = revision
     try:
         if not constants.HF_HUB_OFFLINE:  # offline, a table may still be in the hub's own cache
             url = f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha"
@@ -667,7 +670,7 @@ def hub_shards(
             pair.append(
                 [Shard(n, f"{repo}/{n}", partial(enumerate, part, 1)) for n, part in parts.items()]
             )
-    except OSError as error:  # as the hub's errors are
+    except (OSError, KeyError) as error:  # as the hub's errors are; not the hub that answered
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).split("\n")[0]
         raise ValueError(message.format(f"{repo} could not be reached ({reason})")) from error
     return pair[0], pair[1]

@@ -23,7 +23,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate, groupby
@@ -189,7 +189,7 @@ class Ranks:
     wire_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: Any = None
     bytes_sent: int = 0
-    met: dict[range, list[str]] = field(default_factory=dict)
+    met: list[str] = field(default_factory=list)
     next_look: float = 0.0
 
     @property
@@ -281,6 +281,20 @@ class Ranks:
         except RuntimeError as error:
             raise self._lost(str(error).splitlines()[0], self.everyone, peer) from None
 
+    @contextmanager
+    def naming_lost_shards(self) -> Iterator[None]:
+        """Around collectives of one worker's ranks, which FSDP2 starts by itself.
+
+        Raises:
+            LostPeer: naming the rank that is gone, instead of the backend's error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistBackendError) or "gloo" in str(error)):
+                raise
+            raise self._lost(str(error).splitlines()[0], self.shards) from None
+
     def _any_shard(self, stop: bool) -> bool:
         """Whether a rank of this worker knows of a signal. They are near each other, the store may
         be behind the slow link.
@@ -288,10 +302,8 @@ class Ranks:
         if len(self.shards) == 1:
             return stop
         flag = torch.tensor(int(stop))
-        try:
+        with self.naming_lost_shards():
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
-        except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0], self.shards) from None
         return bool(flag)
 
     def _lost(self, reason: str, party: range, peer: int = -1) -> LostPeer:
@@ -384,10 +396,10 @@ class Ranks:
             raise Stop
         if outcome != "go":
             raise self._leave(f"rank {outcome} did not arrive within --timeout-minutes")
-        if self.rank == party[0]:  # all are here, so all have read the meeting before
-            for old in self.met.get(party, ()):
+        if self.rank == 0:  # all are here, so all have read the meeting before
+            for old in self.met:
                 self.store.delete_key(old)
-        self.met[party] = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in party)]
+        self.met = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in party)]
 
 
 def launched_ranks() -> tuple[int, int, int, int]:
@@ -442,7 +454,11 @@ def connect(
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
     ranks.timeout = max(timeout, timedelta(minutes=10))
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=ranks.timeout)))
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=ranks.timeout)))
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise Failure(f"no meeting at {place} ({str(error).splitlines()[0]})") from None
     # A restarted launch keeps its store: a prefix keeps its keys apart from those of the attempt
     # that died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -492,8 +508,8 @@ class Wire:
 
     def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
         self.ranks, self.codec = ranks, codec
-        # A GPU wants few large chunks, a CPU those that stay in its cache.
-        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else 256 * SLAB)
+        # A GPU wants few large chunks, a CPU those that stay in its cache; parts want many.
+        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else 8 * SLAB)
         sizes = [codec.nbytes(chunk) for chunk in self.chunks]
         self.payload_bytes = sum(sizes)
         groups = ranks.groups
@@ -641,7 +657,7 @@ class Wire:
 
     def _gather(self, piece: int) -> Callable[[], None]:
         """Send the own part's encoded mean to everyone, receive those of the others."""
-        own = self._buffer("mean", piece, self.me)
+        own = self._buffer("mean", piece, self.me).to(self.ranks.wire_device)
         receives = {group: self._buffer("mean", piece, group) for group in self.others}
         return self._exchange(((group, own) for group in self.others), receives)
 
@@ -671,6 +687,10 @@ class Wire:
 
 def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
     return tensors[chunk.tensor][chunk.start : chunk.stop]
+
+
+def _stack(scalars: list[Tensor]) -> Tensor:
+    return torch.stack(scalars) if scalars else torch.zeros(0)  # a shard may hold nothing
 
 
 # ---------------------------------------------------------------- workers
@@ -837,7 +857,7 @@ class Workers:
             record[3], record[4] = norm, self.optimizer.param_groups[0]["lr"]
         self.done[row] += 1
 
-    def _reduce(self, extra: Tensor) -> tuple[Tensor, Tensor]:
+    def _collect(self, extra: Tensor) -> tuple[Tensor, Tensor]:
         """Travel with the interval's scalars: one vector a rank, summed over the shards of each
         worker.
 
@@ -891,14 +911,15 @@ class Workers:
 
     def _load_optimizer_state(self, saved: dict[str, Tensor]) -> None:
         self.optimizer.state.clear()
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            for full, value in saved.items():
-                key, _, owner = full.partition(".")
-                if owner == name and key not in ("shared", "momentum", "local"):
-                    like = torch.zeros_like(parameter) if value.dim() else torch.zeros(())
-                    like = like.to(parameter.device).detach()
-                    _local(like).copy_(value)
-                    self.optimizer.state[parameter][key] = like
+        parameters = dict(zip(self.names, self.parameters, strict=True))
+        for full, value in saved.items():
+            key, _, name = full.partition(".")
+            if name in parameters and key not in ("shared", "momentum", "local"):
+                parameter = parameters[name]
+                like = torch.zeros_like(parameter) if value.dim() else torch.zeros(())
+                like = like.to(parameter.device).detach()
+                _local(like).copy_(value)
+                self.optimizer.state[parameter][key] = like
 
 
 class Replica:
@@ -1001,7 +1022,7 @@ class LocalUpdate(Workers):
             The interval's statistics, equal on all ranks.
         """
         squares = torch.stack([self._displace(replica.flat) for replica in self.replicas])
-        records, norms = self._reduce(squares[:, None])
+        records, norms = self._collect(squares[:, None])
         include = norms[:, 0].isfinite().tolist()
         excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
         for row, worker in enumerate(self.ranks.hosted):
@@ -1023,7 +1044,7 @@ class LocalUpdate(Workers):
             delta = _cut(local, chunk)
             torch.sub(_cut(self.shared, chunk), delta, out=delta)
             squares.append(torch.dot(delta, delta))
-        return torch.stack(squares).double().sum()
+        return _stack(squares).double().sum()
 
     def _outer_step(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
         """Second pass; returns the squared norms of the decoded mean and of the update."""
@@ -1045,7 +1066,7 @@ class LocalUpdate(Workers):
             updates.append(torch.dot(scratch, scratch))
             for replica in self.replicas:
                 _cut(replica.flat, chunk).copy_(theta)
-        sums = torch.stack([torch.stack(means), torch.stack(updates)]).double().sum(1).cpu()
+        sums = torch.stack([_stack(means), _stack(updates)]).double().sum(1).cpu()
         if self.ranks.ranks_per_worker > 1:
             sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)
         mean_square, update_square = sums.tolist()
@@ -1059,7 +1080,7 @@ class DataParallel(Workers):
         super().__init__(*args, **kwargs)
         self.shared = [local_tensor(p) for p in self.parameters]
         self._pending: list[tuple[Tensor, int, int]] = []
-        self._gradients: list[list[Tensor | None]] = []
+        self._gradients: list[list[Tensor]] = []
 
     @property
     def party(self) -> range:
@@ -1081,13 +1102,12 @@ class DataParallel(Workers):
         """Gradient of one hosted worker; after the last one, average, clip and step."""
         self.optimizer.zero_grad(set_to_none=True)
         self._pending.append(self.backward(batch))
-        self._gradients.append([p.grad for p in self.parameters])
+        self._gradients.append([p.grad for p in self.parameters if p.grad is not None])
+        assert len(self._gradients[-1]) == len(self.parameters), "a parameter without a gradient"
         if row < len(self.ranks.hosted) - 1:
             return
         everyone = [True] * self.ranks.workers
-        hosted = [
-            [local_tensor(g) for g in gradient if g is not None] for gradient in self._gradients
-        ]
+        hosted = [[local_tensor(g) for g in gradient] for gradient in self._gradients]
         for chunk, mean in self.wire.mean(hosted, everyone):
             _cut(hosted[-1], chunk).copy_(mean)
         norm = self._clip()
@@ -1101,7 +1121,7 @@ class DataParallel(Workers):
         """Collect the interval's records. The workers never part: drift 0, coherence 1. A step
         whose gradient was not finite was skipped, and counts against all of them.
         """
-        records, _ = self._reduce(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
+        records, _ = self._collect(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
         finite = records.isfinite().all(2).all(1).tolist()
         return Statistics(0.0, 1.0, 0.0, records, tuple(k for k, ok in enumerate(finite) if not ok))
 
@@ -1123,7 +1143,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def agree(ranks: Ranks, values: dict[str, Callable[[], int] | int]) -> None:
+def agree(ranks: Ranks, values: dict[str, int]) -> None:
     """Compare checksums over the ranks that must hold the same; ranks of different shards are not
     compared.
 
@@ -1133,8 +1153,7 @@ def agree(ranks: Ranks, values: dict[str, Callable[[], int] | int]) -> None:
     Raises:
         Failure: naming the value and the ranks that differ from the first.
     """
-    mine = torch.tensor([v() if callable(v) else v for v in values.values()], dtype=torch.int64)
-    rows = ranks.gather(mine)
+    rows = ranks.gather(torch.tensor(list(values.values()), dtype=torch.int64))
     for shard in range(ranks.ranks_per_worker):
         group = rows[shard :: ranks.ranks_per_worker]
         for column, name in enumerate(values):

@@ -60,9 +60,8 @@ def open_run(path: Path) -> tuple[train.Config, model.Transformer]:
         ValueError: no run there, one of another version, or no whole checkpoint.
     """
     config = train.load_config(path)
-    size, weights = train.load_weights(path)
-    network = model.Transformer(size)
-    network.load_state_dict(dict(weights))
+    network = model.Transformer(train.run_shape(path))
+    network.load_state_dict(dict(train.load_weights(path)))
     return config, network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -227,7 +226,7 @@ def sample(
     Raises:
         ValueError: a number out of range, or a prompt longer than the model reads.
     """
-    if temperature < 0 or tokens < 1 or top_k < 0:
+    if not 0 <= temperature < math.inf or tokens < 1 or top_k < 0:
         raise ValueError("--temperature and --top-k: not below 0, --tokens: at least 1")
     config, network = open_run(run)
     encoding, begin, ends = open_tokenizer(config)
@@ -530,7 +529,7 @@ class Run:
     def arm(self) -> str:
         """The run's settings apart from its seed, as the command line gives them."""
         recipe = train.Config(**{"recipe": self.config.recipe, **train.RECIPES[self.config.recipe]})
-        idle = train.RESUME_MAY_CHANGE | {"recipe", "method", "seed"}
+        idle = train.RESUME_MAY_CHANGE | {"recipe", "method", "seed", "init_from"}
         settings, usual = asdict(self.config), asdict(recipe)
         changed = [
             f"{name.replace('_', '-')} {value}"
@@ -541,12 +540,19 @@ class Run:
 
     @cached_property
     def smoothed(self) -> list[float]:
-        """Training loss averaged over 2 % of the run's steps up to each step (A.2's final loss)."""
-        losses = [math.nan if row["loss"] is None else row["loss"] for row in self.metrics]
-        window = max(1, len(losses) // 50)
-        sums = [0.0, *accumulate(losses)]
-        ends = range(1, len(sums))
-        return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in ends]
+        """Training loss averaged over 2 % of the run's steps up to each step, as in the summary.
+
+        A step whose loss is null, since a worker was not finite, is left out.
+        """
+        losses = [row["loss"] for row in self.metrics]
+        sums = [0.0, *accumulate(loss or 0.0 for loss in losses)]
+        known = [0, *accumulate(loss is not None for loss in losses)]
+        window, out = max(1, len(losses) // 50), []
+        for end in range(1, len(sums)):
+            start = max(0, end - window)
+            count = known[end] - known[start]
+            out.append((sums[end] - sums[start]) / count if count else math.nan)
+        return out
 
     @property
     def update_norms(self) -> dict[int, float]:
@@ -572,13 +578,21 @@ def read_run(path: Path) -> Run:
         ValueError: naming the missing or damaged file.
     """
     config, summary = train.load_config(path), train.read_json(path / "summary.json")
-    rules, intervals, _ = autoloco.read_log(str(path / "intervals.jsonl"))
-    file = path / "metrics.jsonl"
+    rules, intervals, warning = autoloco.read_log(str(path / "intervals.jsonl"))
+    if warning:
+        print(warning, file=sys.stderr)
     try:
-        metrics = [json.loads(line) for line in file.read_text().splitlines()]
+        metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
-        raise ValueError(f"{file}: missing or damaged") from None
-    return Run(path, config, rules, summary, metrics, intervals)
+        raise ValueError(f"{path / 'metrics.jsonl'}: missing or damaged") from None
+    run = Run(path, config, rules, summary, metrics, intervals)
+    try:
+        assert len(metrics) == sum(row["steps"] for row in intervals) == config.steps
+        assert len(run.smoothed) == len(metrics) and run.row and run.update_norms
+        assert summary.keys() >= {"train_loss", "val_loss", "seconds", "payload_bytes", "saved"}
+    except (AssertionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a finished run ({error or 'rows are missing'})") from None
+    return run
 
 
 def table(head: str, rows: Iterable[Sequence[Any]]) -> str:
@@ -588,10 +602,13 @@ def table(head: str, rows: Iterable[Sequence[Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean and, from two values on, their standard deviation."""
-    mean = format(statistics.fmean(values), f"{sign}.4f")
-    return mean + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+def spread(values: Sequence[float | None], sign: str = "") -> str:
+    """Mean and, from two values on, their sample standard deviation; `-` where one is null."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or not known:
+        return "-"
+    mean = format(statistics.fmean(known), f"{sign}.4f")
+    return mean + (f" ± {statistics.stdev(known):.4f}" if len(known) > 1 else "")
 
 
 def between(values: Iterable[float | None]) -> str:
@@ -616,7 +633,8 @@ def by_arm(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def paired(group: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> list[float]:
     """Differences of validation loss to the base's run of the same seed; negative is better."""
     other = {row["seed"]: row["val_loss"] for row in base}
-    return [row["val_loss"] - other[row["seed"]] for row in group if row["seed"] in other]
+    pairs = [(row["val_loss"], other[row["seed"]]) for row in group if row["seed"] in other]
+    return [one - two for one, two in pairs if one is not None and two is not None]
 
 
 def results(rows: Sequence[dict[str, Any]]) -> str:
@@ -652,8 +670,10 @@ def report(runs: Sequence[Run]) -> str:
     """
     base = next((one.arm for one in runs if one.config.method == "diloco"), None)
     parts = ["### Results\n", results([one.row | {"base": base} for one in runs])]
+    words = "± is the standard deviation over seeds"
     if base:
-        parts.append(f"\nDifferences of the validation loss are to `{base}`, seed by seed.\n")
+        words += f"; differences of the validation loss are to `{base}`, seed by seed"
+    parts.append(f"\n{words}.\n")
     arms: dict[str, list[Run]] = {}
     for one in runs:
         arms.setdefault(one.arm, []).append(one)
@@ -679,19 +699,23 @@ def report(runs: Sequence[Run]) -> str:
             ", ".join(f"{horizon}: {norm:.3g}" for horizon, norm in one.update_norms.items()),
         )
         for one in runs
-        if len(one.update_norms) <= 16  # of a linear schedule every horizon is another
+        if len(one.update_norms) <= 16
     )
     parts.append("\n### Executed intervals (F.2), median update norm by horizon (4.3)\n")
+    parts.append("Without schedules of more than 16 different horizons.\n\n")
     parts.append(table("run | intervals | rho | momentum | step scale | update norm", intervals))
 
-    tasks = [
-        (one.path.name, row["task"], row["metric"], row["value"], row["n"])
-        for one in runs
-        if (one.path / "tasks.json").exists()
-        for row in train.read_json(one.path / "tasks.json")
-    ]
-    if tasks:
-        parts += ["\n### Tasks (E.3)\n", table("run | task | metric | value | n", tasks)]
+    scores = []
+    for one in runs:
+        file = one.path / "tasks.json"
+        try:
+            for row in train.read_json(file) if file.exists() else ():
+                cells = (row[key] for key in ("task", "metric", "value", "n"))
+                scores.append((one.path.name, *cells))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file}: damaged ({error})") from None
+    if scores:
+        parts += ["\n### Tasks (E.3)\n", table("run | task | metric | value | n", scores)]
     return "".join(parts)
 
 
@@ -726,8 +750,8 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     low = min(min(one.smoothed) for one in runs)
     high = max(one.smoothed[len(one.smoothed) // 10] for one in runs)
     axes[0].set(xlabel="step", ylabel="training loss, nats a token", ylim=(low - 0.02, high))
-    everyday = all(one.config.method != "ddp" for one in runs)
-    axes[1].set(xlabel="payload of a worker, MB", xscale="linear" if everyday else "log")
+    no_ddp = all(one.config.method != "ddp" for one in runs)
+    axes[1].set(xlabel="payload of a worker, MB", xscale="linear" if no_ddp else "log")
     axes[1].legend(fontsize=8)
     files = [folder / "loss.png"]
     figure.savefig(files[0], dpi=120)
@@ -844,11 +868,11 @@ def main(argv: list[str]) -> int:
             model.save_hf(given["dir"], network.config, network.state_dict())
             print(f"wrote {given['dir']}")
         elif called == "report":
-            runs = [read_run(path) for path in given["runs"]]
+            runs = [read_run(path) for path in dict.fromkeys(given["runs"])]
             print(report(runs), end="")
             for path in draw(runs, given["out"]) if given["out"] else ():
                 print(f"wrote {path}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # such as a file where a folder should be written
         print(f"eval.py: {error}", file=sys.stderr)
         return 2
     return 0

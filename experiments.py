@@ -97,7 +97,11 @@ def execute(jobs: Sequence[Job]) -> Rows:
     for job in jobs:
         row = evaluation.read_run(Path("runs", job.name)).row
         command = f"train.py {job.flags} --seed {job.seed}"
-        rows.append(row | {"arm": job.arm, "base": job.base, "command": command})
+        source = train.read_json(Path("runs", job.name, "env.json"))["source_sha256"]
+        about = {"arm": job.arm, "base": job.base, "command": command, "source_sha256": source}
+        rows.append(row | about)
+    if len({row["source_sha256"] for row in rows}) > 1:
+        print("some of these runs were made with other sources of the program", file=sys.stderr)
     return rows
 
 
@@ -268,7 +272,7 @@ def tables(name: str, found: dict[str, Rows]) -> str:
         cases = (
             (
                 row["arm"],
-                f"{row['train_loss']:.4f}",
+                evaluation.spread([row["train_loss"]]),
                 row["synchronisations"],
                 ", ".join(f"{count} {verdict}" for verdict, count in row["verdicts"].items()),
                 diloco.format_runs(row["intervals"]),
@@ -277,6 +281,12 @@ def tables(name: str, found: dict[str, Rows]) -> str:
         )
         return evaluation.table("case | train loss | syncs | verdicts | executed intervals", cases)
     text = evaluation.results(found["runs"])
+    arms = evaluation.by_arm(found["runs"])
+    if control := arms.get("as few, even"):
+        apart = evaluation.paired(arms["autoloco"], control)
+        below = sum(difference < 0 for difference in apart)
+        text += f"\nautoloco less `as few, even`: {evaluation.spread(apart, '+')} in validation "
+        text += f"loss, below it on {below} of {len(apart)} seeds.\n"
     if "tuning" in found:
         lines = []
         for arm, rows in evaluation.by_arm(found["tuning"]).items():
@@ -290,10 +300,10 @@ def tables(name: str, found: dict[str, Rows]) -> str:
 
 
 def written(text: str) -> str:
-    """README with every experiment's table as assets/results has it."""
+    """README with every experiment's table as assets/results has it, where it has a place."""
     for name in EXPERIMENTS:
         path = RESULTS / f"{name}.json"
-        if path.exists():
+        if path.exists() and f"<!-- table: {name} -->" in text:
             start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
             before, _, rest = text.partition(start)
             text = before + start + tables(name, train.read_json(path)) + rest[rest.index(end) :]
@@ -308,10 +318,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N - 1 [5]")
     given = parser.parse_args(argv)
-    for name in given.names:
-        if name not in EXPERIMENTS:
-            print(f"experiments.py: {name}: one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
-            return 2
+    if unknown := [name for name in given.names if name not in EXPERIMENTS]:
+        print(f"experiments.py: {unknown[0]}: one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
+        return 2
+    if not 1 <= given.seeds <= TUNING_SEED:
+        print(f"experiments.py: --seeds {given.seeds}: 1 to {TUNING_SEED}", file=sys.stderr)
+        return 2
     try:
         for name in given.names:
             keep(name, EXPERIMENTS[name](range(given.seeds)))

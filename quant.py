@@ -58,8 +58,8 @@ def chunks(numels: Sequence[int], slab: int = SLAB) -> list[Chunk]:
         numels: elements of each tensor, in the order in which they travel; of each local shard
             where parameters are sharded. All ranks must pass the same numbers.
         slab: elements of the largest chunk, a multiple of BLOCK. It changes speed and the order of
-            bytes inside the message, never a decoded value. A GPU wants 2**24 or more, since a
-            chunk costs about ten kernel launches.
+            bytes inside the message, never a decoded value. A GPU wants 2**21, since a chunk
+            costs about ten kernel launches.
 
     Returns:
         Chunks ordered by tensor, then by start; together they cover every element once.

@@ -4188,7 +4188,7 @@ def test_a_run_folder_holds_what_an_audit_needs(folder):
     summary = train.read_json(Path("runs/run/summary.json"))
     assert set(summary) == {
         *("synchronisations", "intervals", "payload_bytes", "saved", "train_loss", "val_loss"),
-        *("bits_per_byte", "seconds"),
+        *("bits_per_byte", "seconds", "sent_bytes"),
     }
     assert summary["intervals"] == [[4, 5], [1, 2]]
     assert set(train.read_json(Path("runs/run/config.json"))["given"]) >= {"steps", "method"}
@@ -4422,7 +4422,7 @@ def test_the_readme_s_commands_are_ones_that_the_programs_know(capsys):
     commands = re.findall(r"(?:python|torchrun) .*?train\.py( .*)?$", README, re.M)
     assert len(commands) > 5
     for line in commands:
-        train.parse(line.split("#")[0].split())
+        train.parse(re.sub(r"--init-from \S+", "", line.split("#")[0]).split())
 
 
 def test_the_readme_s_dry_run_is_what_the_program_prints(capsys):
@@ -4683,6 +4683,7 @@ def end_state(name: str, *, layout: bool = True) -> dict:
     rows = rows_of_log(name)
     if not layout:
         rows = [{k: v for k, v in row.items() if k != "sent_bytes"} for row in rows]
+        del summary["sent_bytes"]
     return {
         "step": last.name,
         "tensors": {f.name: f.read_bytes() for f in sorted(last.glob("*.safetensors"))},
@@ -4698,6 +4699,8 @@ def same(name: str, straight: dict, *, layout: bool = True) -> None:
     for part, expected in straight.items():
         if part == "intervals" and not layout:
             expected = [{k: v for k, v in row.items() if k != "sent_bytes"} for row in expected]
+        if part == "summary" and not layout:
+            expected = {k: v for k, v in expected.items() if k != "sent_bytes"}
         assert state[part] == expected, part
 
 
@@ -4847,13 +4850,49 @@ def test_resume_with_nothing_there_is_an_error(place, capsys):
     assert tree("runs") == before
 
 
+def test_a_resume_needs_nothing_outside_the_run_folder_but_its_data(place):
+    assert command(f"{LINE} --name source --steps 20") == 0
+    line = f"{LINE} --init-from runs/source"
+    assert command(f"{line} --name straight") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        at(patch, 1, 44, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert command(f"{line} --name cut") == 0
+    shutil.rmtree("runs/source")
+    assert command("--resume --name cut") == 0
+    same("cut", end_state("straight"))
+    assert evaluation.main(["loss", "runs/cut"]) == 0
+
+
+def test_a_resume_takes_the_flags_that_the_run_was_started_with(place, capsys):
+    ladder = "--base-horizon 20 --granularity 2 --min-horizon 14"
+    assert command(f"{LINE} {ladder} --name mine --steps 40") == 0
+    assert command("--resume --name mine --min-horizon 14") == 0
+    capsys.readouterr()
+    answer = refused(capsys, "--resume --name mine --min-horizon 16")
+    assert answer == "--min-horizon 16: runs/mine was started with 14"
+
+
+def test_time_before_a_stop_is_counted(place, monkeypatch):
+    with monkeypatch.context() as patch:
+        at(patch, 0, 3, lambda: time.sleep(1.5))
+        at(patch, 0, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert command(f"{LINE} --name run --steps 20") == 0
+    assert command("--resume --name run") == 0
+    assert train.read_json(Path("runs/run/summary.json"))["seconds"] >= 1.5
+
+
 def test_a_resume_on_other_documents_is_refused(place, capsys):
     assert command(f"{LINE} --name mine --steps 10") == 0
     with gzip.open("shards/c4-train.00002.json.gz", "wt") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
-    answer = refused(capsys, "--resume --name mine")
-    words = "--data shards: shards is 3; runs/mine/env.json, from the run's start, has 2"
-    assert answer == words
+    facts = train.read_json(Path("runs/mine/env.json"))
+    for fact in ("shards", "sha256_of_names_and_sizes"):
+        answer = refused(capsys, "--resume --name mine")
+        assert f"--data shards: {fact} is" in answer and "runs/mine/env.json" in answer
+        assert "without that entry the change is accepted" in answer
+        del facts["data"][fact]
+        train.write_json(Path("runs/mine/env.json"), facts)
+    assert command("--resume --name mine") == 0
 
 
 def tree(folder: str) -> dict[str, bytes]:
@@ -4868,6 +4907,38 @@ def refused(capsys, line: str) -> str:
     error = capsys.readouterr().err
     assert error.startswith("train.py: ") and error.count("\n") == 1, error
     return error.removeprefix("train.py: ").strip()
+
+
+def test_the_c4_recipe_resumes_at_the_next_document(place, monkeypatch):
+    # The recipe's own command, but for the width of its model.
+    small = replace(SIZES["215m"], width=32, heads=2, kv_heads=2, ffn_width=64, layers=1)
+    monkeypatch.setitem(model.SIZES, "215m", small)
+    bpe_file(Path("shards"))
+    line = "--recipe c4-215m --data shards --steps 8 --workers 2 --batch-size 1 --seq-len 128"
+    seen: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {}
+
+    def ids(name: str, line: str) -> None:
+        original = data.Source.batch
+
+        def batch(self: data.Source, worker: int, step: int) -> data.Batch:
+            found = original(self, worker, step)
+            seen.setdefault(name, []).append((step, worker, found.ids))
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(data.Source, "batch", batch)
+            if name == "cut":
+                at(patch, 1, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            assert command(line) == 0
+
+    ids("straight", f"{line} --name straight")
+    ids("cut", f"{line} --name cut")
+    first = len(seen["cut"])
+    ids("resumed", f"{line} --name cut --resume")
+    drawn = {name: seen[name][2:] if name != "resumed" else seen[name] for name in seen}
+    assert first == 2 + 8 and drawn["cut"] + drawn["resumed"] == drawn["straight"]
+    assert len({one for _, _, batch in drawn["straight"] for one in batch}) == 16
+    same("cut", end_state("straight"))
 
 
 # ---------------------------------------------------------------- signals, lost peers
@@ -4921,14 +4992,19 @@ def test_a_signal_before_training_begins_leaves_nothing(place):
     early = "data.open_source = lambda *a, **b: kill(signal.SIGINT)"
     launch = Launch(f"{LINE} --name run", 1, {0: early})
     assert launch.wait() == [1]
-    assert launch.complaints() == ["train.py: interrupted before training began"]
+    assert launch.complaints() == [
+        "train.py: interrupted; what is saved stays, and --resume continues it"
+    ]
     assert not Path("runs").exists()
 
 
 def test_more_signals_while_saving_change_nothing(place):
     again = (
-        "original = train._write_tensors\n"
-        "train._write_tensors = lambda *a: [kill(signal.SIGTERM), original(*a)][1]\n"
+        "original = train.write_file\n"
+        "def write(path, content):\n"
+        "    'partial' in str(path) and kill(signal.SIGTERM)\n"
+        "    return original(path, content)\n"
+        "train.write_file = write\n"
         "at(0, 33, lambda: kill(signal.SIGINT))"
     )
     launch = Launch(f"{LINE} --name run --checkpoint-every 50", 1, {0: again})
@@ -5289,6 +5365,21 @@ def test_an_interval_without_a_finite_worker_is_discarded(place, ranks):
     assert autoloco.main(["replay", "runs/run/intervals.jsonl"]) == 0
 
 
+def test_stops_between_bad_intervals_keep_the_checkpoint_before_them(place):
+    poison = "POISONED, SEEN = {(1, step) for step in range(25, 96)}, [%d] * 2\n" + POISON % "nan"
+    line, seen = f"{LINE} --method diloco --name run", 0
+    for stop in (34, 44):
+        hook = poison % seen + f"at(0, {stop - 1}, lambda: kill(signal.SIGTERM))"
+        launch = Launch(line, 1, {0: hook})
+        assert launch.wait() == [0], launch.errors()
+        line, seen = "--resume --name run", stop
+    bad = {
+        path.name: train.read_json(path / "state.json")["bad"]
+        for path in Path("runs/run/checkpoint").glob("step-*")
+    }
+    assert bad == {"step-00000020": 0, "step-00000034": 1, "step-00000044": 2}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_stops_after_max_bad_intervals_with_the_checkpoint_before_them(place, ranks):
     poisoned = {(1, step) for step in (25, 31, 47, 52, 60, 61, 62)}
@@ -5354,6 +5445,36 @@ def test_ranks_that_disagree_stop_at_once_and_the_rank_is_named(place, hook, wor
     assert command(f"{LINE} --name straight --workers 3") == 0
     assert command("--resume --name run") == 0
     same("run", end_state("straight"), layout=False)
+
+
+def test_a_run_folder_belongs_to_one_process_at_a_time(place, capsys):
+    assert command(f"{LINE} --name run --steps 20") == 0
+    before = tree("runs")
+    with train.owned(Path("runs/run")):
+        for line in (f"{LINE} --name run --overwrite", "--resume --name run"):
+            assert refused(capsys, line) == "runs/run: another process is writing this run"
+    assert tree("runs") == before
+
+
+def test_overwrite_deletes_nothing_before_the_new_run_has_its_first_batch(place, capsys):
+    assert command(f"{LINE} --name run --steps 20") == 0
+    before = tree("runs")
+    for shard in Path("shards").glob("c4-train*"):
+        lines = gzip.open(shard, "rt").readlines()
+        with gzip.open(shard, "wt") as file:
+            file.writelines(['{"text": 3}\n'] * len(lines))
+    assert "c4-train" in refused(capsys, f"{LINE} --name run --overwrite")
+    assert tree("runs") == before
+
+
+def test_paths_that_cannot_be_a_run_folder_are_refused(place, capsys):
+    Path("runs").mkdir()
+    Path("runs/file").write_text("mine")
+    assert refused(capsys, f"{LINE} --name file --overwrite").startswith("runs/file: ")
+    assert command(f"{LINE} --name run --steps 10") == 0
+    answer = refused(capsys, f"{LINE} --name run --overwrite --init-from runs/run")
+    assert answer == "--init-from runs/run: is the run itself; give another --name"
+    assert Path("runs/file").read_text() == "mine"
 
 
 # ---------------------------------------------------------------- at random
@@ -5715,6 +5836,17 @@ def test_two_agents_give_the_result_of_one_bit_for_bit(sharded):
     assert fsdp_end_state("nodes") == fsdp_end_state(sharded)
 
 
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_of_a_sharded_worker_is_named(place, number):
+    line = f"{LINE} --workers 1 --ranks-per-worker 2 --timeout-minutes 0.1 --name run"
+    launch = Launch(line, 2, {1: f"at(0, 25, lambda: kill(signal.{number}))"})
+    launch.processes[0].join(60)
+    launch.processes[1].kill()
+    assert launch.wait()[0] == 1
+    (line,) = launch.complaints(0)
+    assert "rank 1" in line and "--timeout-minutes" in line
+
+
 @pytest.mark.slow
 def test_sharded_int8_and_bf16_runs_stay_close_to_unsharded_ones():
     # With bf16 the shards also gather embedding and norms in it, which one process keeps in fp32.
@@ -5778,7 +5910,7 @@ def trained(config, ranks, steps=12):
     for step in range(steps):
         workers.set_lr(1e-2)
         workers.step(0, source.batch(0, step))
-    return workers, workers._reduce(torch.zeros(1, 1))[0][0]
+    return workers, workers._collect(torch.zeros(1, 1))[0][0]
 
 def full(p):
     return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
@@ -6523,6 +6655,114 @@ def test_parts_of_the_ranks_cover_the_payload_once(codec):
         assert all(wire.parts == wires[0].parts for wire in wires)
         for rank, wire in enumerate(wires):
             assert wire.others == [(rank + i) % world for i in range(1, world)]
+
+
+NUMELS = [1, 7, 0, 1003, 4095, 4096, 4097, SLAB + 5, *[5000] * 12]  # 33 chunks: four pieces
+
+
+def deltas(repetition: int, worker: int) -> list[Tensor]:
+    """A worker's tensors, in every repetition of another scale."""
+    generator = torch.Generator().manual_seed(1000 * repetition + worker)
+    scale = 10.0 ** ((7 * repetition + worker) % 9 - 6)
+    return [torch.randn(numel, generator=generator) * scale for numel in NUMELS]
+
+
+def included(repetition: int) -> list[bool]:
+    """Which of three workers count: all, two, one."""
+    rest = repetition % 3
+    return [rest == 0 or (worker != repetition // 3 % 3) == (rest == 1) for worker in range(3)]
+
+
+def wire_sums(wire: diloco.Wire, repetition: int) -> int:
+    """Checksum of the mean as one rank decodes it."""
+    hosted = [deltas(repetition, worker) for worker in wire.ranks.hosted]
+    out = [torch.full((numel,), math.nan) for numel in NUMELS]
+    for chunk, mean in wire.mean(hosted, included(repetition)):
+        out[chunk.tensor][chunk.start : chunk.stop] = mean
+    return diloco.checksum(out)
+
+
+def plain_sum(codec: quant.Codec, repetition: int) -> int:
+    """The same from the definition, a chunk at a time, without a wire."""
+
+    def coded(x: Tensor, chunk: Chunk) -> Tensor:
+        encoded = torch.empty(codec.nbytes(chunk), dtype=torch.uint8)
+        codec.encode(x, chunk.block, encoded)
+        return codec.decode(encoded, chunk.block, torch.empty(len(x)))
+
+    workers = [deltas(repetition, k) for k in range(3) if included(repetition)[k]]
+    out = [torch.full((numel,), math.nan) for numel in NUMELS]
+    for chunk in chunks(NUMELS, BLOCK):
+        here = slice(chunk.start, chunk.stop)
+        total = torch.zeros(chunk.stop - chunk.start)
+        for tensors in workers:
+            total += coded(tensors[chunk.tensor][here], chunk)
+        out[chunk.tensor][here] = coded(total / len(workers), chunk)
+    return diloco.checksum(out)
+
+
+def mean_on_three_ranks(rank: int, port: int, results: Any) -> None:
+    """One of three processes: a checksum of each codec and repetition."""
+    launch = dict(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3, MASTER_PORT=port)
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    ranks, _ = diloco.connect(3, 1, 1.0)
+    sums = {}
+    for name, codec in CODECS.items():
+        wire = diloco.Wire(ranks, codec, NUMELS)
+        assert wire.pieces == 4
+        sums[name] = [wire_sums(wire, repetition) for repetition in range(200)]
+    results.put(sums)
+    diloco.disconnect()
+
+
+def test_the_mean_of_three_processes_is_the_plain_one_bit_for_bit_200_times():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    processes = [
+        spawn.Process(target=mean_on_three_ranks, args=(rank, port, results)) for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    sums = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    for name, codec in CODECS.items():
+        alone = diloco.Wire(diloco.Ranks(0, 1, 3), codec, NUMELS)
+        for repetition in range(200):
+            expected = plain_sum(codec, repetition)
+            found = {ranks[name][repetition] for ranks in sums} | {wire_sums(alone, repetition)}
+            assert found == {expected}, (name, repetition)
+
+
+def test_bf16_is_averaged_in_fp32():
+    wire = diloco.Wire(diloco.Ranks(0, 1, 64), CODECS["bf16"], [3])
+    ((_, mean),) = wire.mean([[torch.full((3,), 1e-3)] for _ in range(64)], [True] * 64)
+    value = float(torch.tensor(1e-3).bfloat16())
+    assert mean.tolist() == [value] * 3  # a running bf16 sum would drift by several percent
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("size", "shards", "groups"), [("215m", 1, 8), ("llama3.1-8b", 8, 8)])
+def test_the_wire_s_buffers_on_a_gpu_are_what_the_estimate_says(size, shards, groups, codec):
+    recipe = "c4-215m" if shards == 1 else "ultrachat-8b"
+    options = dict(recipe=recipe, ranks_per_worker=shards, workers=groups, wire=codec)
+    config = train.Config(**(train.RECIPES[recipe] | options))
+    ranks = diloco.Ranks(0, groups * shards, groups, shards, torch.device("meta"))
+    wire = diloco.Wire(ranks, CODECS[codec], list(train.shard_numels(config, 0).values()))
+    assert min(wire.sizes) > 0.5 * max(wire.sizes)
+    for piece in range(wire.pieces):
+        for group in range(groups):
+            wire._buffer("mean", piece, group)
+            if group != wire.me:
+                wire._buffer("send", piece, group)
+                wire._buffer(f"from {group}", piece, wire.me)
+    held = sum(buffer.numel() for buffer in wire._buffers.values())
+    assert held == pytest.approx(train.memory_per_gpu(config, 1)["wire"], rel=0.35)
 
 
 def test_bytes_table_has_the_published_savings():

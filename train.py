@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import fcntl
 import hashlib
 import json
 import math
@@ -26,7 +27,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ import data
 import diloco
 import model
 import quant
+from model import ModelConfig
 
 SOURCES = ("train.py", "autoloco.py", "diloco.py", "model.py", "data.py", "quant.py")
 METHODS = ("autoloco", "diloco", "linear", "qsr", "ddp")
@@ -144,11 +146,6 @@ class Config:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)}: in [0, 1)")
         if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.run_name):
             raise ValueError(f"--name {self.name}: up to 200 letters, digits, '.', '_' and '-'")
-        positions = model.SIZES[self.model].max_seq_len
-        if self.seq_len > positions and not self.init_from:
-            raise ValueError(f"--seq-len {self.seq_len}: the model has {positions} positions")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume and --overwrite exclude each other")
         self.rules  # noqa: B018  its checks name the flags
         self.parsed_verdicts  # noqa: B018
 
@@ -168,6 +165,12 @@ class Config:
     def folder(self) -> Path:
         """The run folder."""
         return Path("runs") / self.run_name
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Shape of the model: by name, or that of the folder whose weights it starts from."""
+        folder = str(self.folder) if self.resume else self.init_from
+        return run_shape(Path(folder)) if folder else model.SIZES[self.model]
 
     @cached_property
     def rules(self) -> autoloco.Rules:
@@ -339,18 +342,23 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
             f"{rest[0]}: no such flag" + (f", did you mean {near[0]}?" if near else "")
         )
     given = vars(parsed)
-    recipe = given.get("recipe", "tiny")
-    config = Config(**(RECIPES.get(recipe, {}) | given))
-    if not config.resume:
-        return config, given
-    saved = load_config(config.folder)
-    for name, value in given.items():
-        if name not in RESUME_MAY_CHANGE and getattr(saved, name) != value:
-            raise ValueError(
-                f"{_flag(name)} {value}: {config.folder} was started with {getattr(saved, name)}"
-            )
-    allowed = {name: value for name, value in given.items() if name in RESUME_MAY_CHANGE}
-    return replace(saved, **(allowed | {"name": config.run_name})), given
+    if given.get("resume"):
+        if given.get("overwrite"):
+            raise ValueError("--resume and --overwrite exclude each other")
+        named = {
+            name: given[name] for name in ("recipe", "method", "name", "seed") if name in given
+        }
+        folder = Config(**named).folder
+        config = replace(load_config(folder), name=folder.name, resume=True)
+        for name, value in given.items():
+            if name not in RESUME_MAY_CHANGE and getattr(config, name) != value:
+                started = getattr(config, name)
+                raise ValueError(f"{_flag(name)} {value}: {folder} was started with {started}")
+        return replace(config, **given | {"name": folder.name}), given
+    config = Config(**(RECIPES.get(given.get("recipe", "tiny"), {}) | given))
+    if config.seq_len > (positions := config.shape.max_seq_len):
+        raise ValueError(f"--seq-len {config.seq_len}: the model has {positions} positions")
+    return config, given
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
@@ -358,6 +366,8 @@ def without_effect(config: Config, given: Iterable[str]) -> list[str]:
     idle = []
     if not config.dry_run:
         idle += [(name, "without --dry-run") for name in DRY_RUN_ONLY]
+    if config.init_from:
+        idle += [("model", "with --init-from")]
     switches = ("adapt", "normalise", "adjust_momentum", "scale_step")
     if config.method != "autoloco":
         idle += [(name, f"with --method {config.method}") for name in switches]
@@ -368,8 +378,11 @@ def without_effect(config: Config, given: Iterable[str]) -> list[str]:
         idle += [(name, "with ddp") for name in ("outer", "outer_lr", "outer_momentum", "horizons")]
     elif config.horizons:
         idle += [("adapt", "with --horizons")]
+    elif not config.adapt:
+        idle += [(name, "with --no-adapt") for name in ("min_horizon", "max_horizon")]
     if config.outer == "average":
-        idle += [(name, "with --outer average") for name in ("outer_lr", "outer_momentum")]
+        names = ("outer_lr", "outer_momentum", "adjust_momentum", "scale_step")
+        idle += [(name, "with --outer average") for name in names]
     return [f"{_flag(name)} has no effect {why}" for name, why in idle if name in given]
 
 
@@ -383,7 +396,7 @@ FITS = 72e9  # bytes of an 80 GB GPU
 def diloco_payload(config: Config) -> int:
     """Logical payload of the recipe's own DiLoCo over the same steps, for `saved`."""
     recipe = {**{f.name: f.default for f in fields(Config)}, **RECIPES[config.recipe]}
-    numels = [shape.numel() for shape in model.parameter_shapes(model.SIZES[config.model]).values()]
+    numels = [shape.numel() for shape in model.parameter_shapes(config.shape).values()]
     each = quant.payload_bytes(quant.CODECS[recipe["wire"]], numels)
     return each * math.ceil(config.steps / recipe["base_horizon"])
 
@@ -408,7 +421,7 @@ def shard_numels(config: Config, shard: int) -> dict[str, int]:
         shard: below S.
     """
     numels = {}
-    for name, shape in model.parameter_shapes(model.SIZES[config.model]).items():
+    for name, shape in model.parameter_shapes(config.shape).items():
         rows = math.ceil(shape[0] / config.ranks_per_worker)
         rows = min(rows, max(0, shape[0] - shard * rows))
         numels[name] = rows * shape[1:].numel()
@@ -432,7 +445,7 @@ def step_seconds(config: Config) -> float:
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
-    size = model.SIZES[config.model]
+    size = config.shape
     lookup = 0 if size.tied else size.vocab_size * size.width
     products = model.parameter_count(size) - lookup
     flops = 6 * products + 12 * size.layers * size.width * config.seq_len
@@ -463,7 +476,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     Returns:
         Bytes by purpose.
     """
-    size, S, groups = model.SIZES[config.model], config.ranks_per_worker, config.workers // hosted
+    size, S, groups = config.shape, config.ranks_per_worker, config.workers // hosted
     local, whole = shard_numels(config, 0), model.parameter_shapes(size)
     n, c = sum(local.values()), 2 if config.dtype == "bf16" else 4
     states = 4 * n * (3 * hosted + 1) + 8 * n
@@ -543,7 +556,7 @@ def dry_run(config: Config) -> dict[str, Any]:
     """
     walked = list(autoloco.simulate(config.rules, config.parsed_verdicts))
     methods = compare_methods(config, walked)
-    mine, count = methods[config.method], model.parameter_count(model.SIZES[config.model])
+    mine, count = methods[config.method], model.parameter_count(config.shape)
     positions = config.steps * config.workers * config.batch_size * config.seq_len
     result = totals(config, [planned.steps for planned, _ in walked], int(mine["payload_bytes"]))
     print(f"recipe            {config.recipe}, method {config.method}")
@@ -623,15 +636,30 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
+def write_file(path: Path, content: bytes) -> str:
+    """Write a file whole or not at all, through to the disk; returns its SHA-256."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync_folder(path.parent)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk, as a file's content alone does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> str:
+    """Write a JSON file whole or not at all; returns its SHA-256."""
+    return write_file(path, json.dumps(value, indent=1).encode() + b"\n")
 
 
 def environment(ranks: diloco.Ranks, source: data.Source) -> dict[str, Any]:
@@ -720,8 +748,7 @@ class Log:
             path = self.path(name)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 print(f"{path}: the torn last line is dropped", file=sys.stderr)
-            path.with_suffix(".tmp").write_bytes(kept)
-            path.with_suffix(".tmp").replace(path)
+            write_file(path, kept)
 
     def at(self, state: autoloco.State) -> dict[str, bytes]:
         """Both files as they were at a checkpoint: one row a step, header and one an interval."""
@@ -770,13 +797,18 @@ class StopFlag:
 
     def __init__(self, others: Sequence[subprocess.Popen[bytes]]) -> None:
         self.requested, self.others = False, others
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request)
+        signals = (signal.SIGTERM, signal.SIGINT)
+        self.before = {number: signal.signal(number, self._request) for number in signals}
 
     def _request(self, *_: Any) -> None:
         self.requested = True
         for process in self.others:  # which this process started, so nobody else tells them
             process.terminate()
+
+    def release(self) -> None:
+        """All is saved: from here on a signal ends the process as usual."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.before[number])
 
     def __call__(self) -> bool:
         """Whether the run should stop."""
@@ -800,18 +832,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a safetensors file through to the disk; returns its checksum."""
-    from safetensors.torch import save
-
-    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
-
-
 def _shard(ranks: diloco.Ranks, name: str) -> str:
     return f"{name}-shard-{ranks.shard:02d}" if ranks.ranks_per_worker > 1 else name
 
@@ -829,7 +849,7 @@ def save_checkpoint(
 
     Every rank writes its workers' files and then a note with their checksums; rank 0 gathers the
     notes into the manifest and renames the folder, so a checkpoint is whole or not there. The last
-    two are kept.
+    two are kept, and the last one without a bad interval.
 
     Args:
         config: the run; its folder is on a file system that all ranks see.
@@ -846,6 +866,8 @@ def save_checkpoint(
         LostPeer: on rank 0, naming a rank that did not save.
         OSError: a full disk; the earlier checkpoints stay.
     """
+    from safetensors.torch import save
+
     parent = config.folder / "checkpoint"
     partial = parent / f"partial-{label}"
     begun = partial / f"rank-{ranks.rank:03d}.begun"
@@ -859,16 +881,16 @@ def save_checkpoint(
             written[_shard(ranks, f"worker-{worker:02d}")] = workers.worker_state(row)
         files: dict[str, str] = {}
         for name, tensors in written.items():
-            path = partial / f"{name}.safetensors"
-            files[path.name] = _write_tensors(path, tensors)
+            host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+            files[f"{name}.safetensors"] = write_file(partial / f"{name}.safetensors", save(host))
         note: dict[str, Any] = {"files": files, "done": max(workers.done)}
         write_json(partial / f"rank-{ranks.rank:03d}.json", note)
         if ranks.rank:
             return partial.name
         log.flush()
-        write_json(partial / "state.json", {"config": asdict(config)} | asdict(progress))
+        state = {"config": asdict(config)} | asdict(progress)
+        manifest = {"state.json": write_json(partial / "state.json", state)}
         notes = _wait_for_notes(partial, ranks, stopping)
-        manifest: dict[str, str] = {"state.json": _sha256(partial / "state.json")}
         for note in notes:
             manifest |= note["files"]
         for path in partial.glob("rank-*"):
@@ -880,9 +902,15 @@ def save_checkpoint(
             shutil.rmtree(before, ignore_errors=True)
             target.rename(before)
         partial.rename(target)
+        sync_folder(parent)
         shutil.rmtree(before, ignore_errors=True)
-        for old in sorted(parent.glob("step-*"))[:-2]:
-            shutil.rmtree(old)
+        found = sorted(parent.glob("step-*"))
+        kept = found[-2:]
+        if progress.bad:  # the last one before the bad intervals stays as well
+            kept += [path for path in found if not read_json(path / "state.json")["bad"]][-1:]
+        for path in found:
+            if path not in kept:
+                shutil.rmtree(path)
         return target.name
     except OSError as error:
         begun.unlink(missing_ok=True)  # rank 0 need not wait for this one
@@ -957,10 +985,10 @@ def check_data(config: Config, source: data.Source, facts: Mapping[str, Any]) ->
         ValueError: naming the fact that differs.
     """
     for name, value in source.describe().items():
-        if facts.get(name) != value:
+        if name in facts and facts[name] != value:
             raise ValueError(
                 f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from the "
-                f"run's start, has {facts.get(name)}"
+                f"run's start, has {facts[name]} (without that entry the change is accepted)"
             )
 
 
@@ -1102,9 +1130,9 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     Returns:
         Workers whose parameters are the same bits on every rank.
     """
-    size, weights = model.SIZES[config.model], None
-    if config.init_from:
-        size, weights = load_weights(Path(config.init_from))
+    size, weights = config.shape, None
+    if config.init_from and not config.resume:
+        weights = load_weights(Path(config.init_from))
     data.check_vocabulary(source, size.vocab_size)
     compiled = config.compile if config.compile is not None else ranks.device.type == "cuda"
     with torch.device("meta"):
@@ -1144,25 +1172,34 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     return diloco.LocalUpdate(*arguments, codec, outer_lr=outer_lr, **options)
 
 
-def load_weights(path: Path) -> tuple[model.ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
-    """Model shape and parameters of a run folder or of a Hugging Face Llama folder.
+def run_shape(folder: Path) -> ModelConfig:
+    """Model shape of a run folder or of a Hugging Face Llama folder.
 
-    Args:
-        path: the folder.
-    Returns:
-        Shape, and (name, full tensor) one at a time: a rank that keeps a shard of an 8B model never
-        holds the whole.
     Raises:
         ValueError: naming the folder or file.
     """
-    if not (path / "intervals.jsonl").exists():
-        size = model.read_config(path)
-        return size, model.read_weights(path, size, torch.float32)
-    saved = load_config(path)
-    size = model.SIZES[saved.model]
-    if saved.init_from:
-        size = load_weights(Path(saved.init_from))[0]
-    return size, _shared_parameters(find_checkpoint(path))
+    if not (folder / "intervals.jsonl").exists():
+        return model.read_config(folder)
+    try:
+        return model.ModelConfig(**read_json(folder / "config.json")["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'}: damaged ({error})") from None
+
+
+def load_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a run folder or of a Hugging Face Llama folder.
+
+    Args:
+        folder: where they lie.
+    Returns:
+        (name, full tensor) one at a time: a rank that keeps a shard of an 8B model never holds the
+        whole.
+    Raises:
+        ValueError: naming the folder or file.
+    """
+    if (folder / "intervals.jsonl").exists():
+        return _shared_parameters(find_checkpoint(folder))
+    return model.read_weights(folder, model.read_config(folder), torch.float32)
 
 
 def _shared_parameters(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -1244,11 +1281,15 @@ def train(
                 workers.set_lr(autoloco.inner_lr(rules, step))
                 for row, worker in enumerate(ranks.hosted):
                     if workers.done[row] <= step - planned.step:  # ahead only after a resume
-                        workers.step(row, source.batch(worker, step))
+                        batch = source.batch(worker, step)
+                        with ranks.naming_lost_shards():
+                            workers.step(row, batch)
                 show(step + 1, planned, progress)
             ranks.meet(f"interval-{planned.interval}", stopping, ranks.everyone)
-        finally:
+        except diloco.Stop:
             progress.unlogged_bytes = ranks.bytes_sent - before
+            progress.seconds += time.perf_counter() - began
+            raise
 
         middle = time.perf_counter()
         statistics = workers.synchronise(planned)
@@ -1318,6 +1359,7 @@ def finish(
     tail = losses[-max(1, len(losses) // 50) :]
     known = [loss for loss in tail if loss is not None]
     summary = totals(config, progress.intervals, progress.payload_bytes) | {
+        "sent_bytes": progress.sent_bytes,  # by rank 0
         "train_loss": sum(known) / len(known) if known else math.nan,  # of the last 2 % of steps
         "val_loss": measured["val_loss"],
         "bits_per_byte": measured["bits_per_byte"],
@@ -1336,7 +1378,10 @@ def finish(
         f"{'DiLoCo schedule':18}{'-':>8}{'-':>10}{math.ceil(config.steps / base):8}"
         f"{diloco_payload(config) / 1e6:9.1f} MB{'0.0 %':>9}"
     )
-    print(f"{progress.seconds:.1f} s, {summary['bits_per_byte']:.4f} bits per byte; {executed}")
+    print(
+        f"{progress.seconds:.1f} s, {summary['bits_per_byte']:.4f} bits per byte, "
+        f"rank 0 sent {progress.sent_bytes / 1e6:.1f} MB; {executed}"
+    )
     print(f"wrote {folder}")
     return summary
 
@@ -1422,6 +1467,31 @@ def spread_over_cores(
             del os.environ[name]  # another run in this process starts anew
 
 
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a run folder; it goes again if nothing was written into it.
+
+    Raises:
+        ValueError: it is no folder, or another process owns it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: another process is writing this run") from None
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
 def run(config: Config, given: Mapping[str, Any], argv: list[str]) -> int:
     """Execute a checked config from the run folder to the final table.
 
@@ -1450,17 +1520,23 @@ def run(config: Config, given: Mapping[str, Any], argv: list[str]) -> int:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restarted &= (folder / "env.json").exists() and read_facts(folder).get("launch") == launch()
     resume = config.resume or (restarted and any((folder / "checkpoint").glob("step-*")))
+    if config.init_from and Path(config.init_from).resolve() == folder.resolve():
+        raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
     log, checkpoint, facts = Log(folder, chief), None, read_facts(folder)["data"] if resume else {}
-    if chief and not (resume or restarted or config.overwrite) and folder.exists():
-        if any(path.suffix != ".tmp" for path in folder.iterdir()):
-            raise ValueError(f"{folder} already holds a run: give --resume, --overwrite or --name")
-    if chief and resume:
-        checkpoint = find_checkpoint(folder)
-        check_checkpoint(config, checkpoint, log)
-    source = open_source(config, facts.get("revision", ""))
-    if chief and resume:
-        check_data(config, source, facts)
-    with spread_over_cores(config, argv) as others:
+    with ExitStack() as held:
+        if chief:
+            held.enter_context(owned(folder))
+            if not (resume or restarted or config.overwrite):
+                if any(path.suffix != ".tmp" for path in folder.iterdir()):
+                    words = "already holds a run: give --resume, --overwrite or --name"
+                    raise ValueError(f"{folder} {words}")
+            if resume:
+                checkpoint = find_checkpoint(folder)
+                check_checkpoint(config, checkpoint, log)
+        source = open_source(config, facts.get("revision", ""))
+        if chief and resume:
+            check_data(config, source, facts)
+        others = held.enter_context(spread_over_cores(config, argv))
         return execute(config, given, source, checkpoint, log, others)
 
 
@@ -1493,11 +1569,14 @@ def execute(
     workers = build_workers(config, ranks, source)
     progress = Progress(autoloco.start(config.rules), [])
     if chief and not checkpoint:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        for worker in ranks.hosted:  # damaged data is found before an earlier run is deleted
+            source.batch(worker, 0)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_json(folder / "env.json", environment(ranks, source))
         changed = {name: value for name, value in asdict(config).items() if name in given}
-        write_json(folder / "config.json", {"config": asdict(config), "given": changed})
+        held = {"config": asdict(config), "given": changed, "shape": asdict(config.shape)}
+        write_json(folder / "config.json", held)
     if chief and checkpoint:
         tidy_checkpoints(checkpoint)
     name = ranks.share(str(checkpoint or ""))
@@ -1526,6 +1605,7 @@ def execute(
             print(f"saved {where}; continue with --resume --name {config.run_name}")
         return 0
     display.close()
+    stopping.release()
     measured = validate(workers.model, source, ranks, config.dtype)
     if chief:
         finish(config, progress, measured, folder)
@@ -1569,11 +1649,12 @@ def main(argv: list[str]) -> int:
         return 1
     except torch.distributed.DistError as error:
         why = str(error).splitlines()[0]
-        complain(f"rank {rank}: lost rank 0 or torchrun, which holds the store ({why})")
+        lost = "lost rank 0 or torchrun, which holds the store: gone, or beyond --timeout-minutes"
+        complain(f"rank {rank}: {lost} ({why})")
         return 1
     except KeyboardInterrupt:
         if speaks:
-            complain("interrupted before training began")
+            complain("interrupted; what is saved stays, and --resume continues it")
         return 1
     finally:
         diloco.disconnect()

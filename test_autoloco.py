@@ -4425,6 +4425,16 @@ def test_the_readme_s_commands_are_ones_that_the_programs_know(capsys):
         train.parse(re.sub(r"--init-from \S+", "", line.split("#")[0]).split())
 
 
+def test_the_readme_s_audit_and_installation_are_the_program_s(folder, capsys):
+    trained(f"{QUICK} --steps 20 --method diloco")
+    capsys.readouterr()
+    assert autoloco.main(["replay", "runs/run/intervals.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    shown = re.search(r"\$ python autoloco.py replay .*\n(.*\n)", README)[1]
+    assert re.sub(r"\d+", "N", shown) == re.sub(r"\d+", "N", printed)
+    assert f"pip install '{evaluation.HARNESS}'\n" in README
+
+
 def test_the_readme_s_dry_run_is_what_the_program_prints(capsys):
     command, printed = re.search(r"\$ python train.py (.*)\n([^`]*)```", README).groups()
     assert train.main(command.split()) == 0

@@ -362,7 +362,7 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
-    """Warnings for settings that the user gave and that change nothing."""
+    """Warnings for settings that the user gave and that change nothing, and for one not given."""
     idle = []
     if not config.dry_run:
         idle += [(name, "without --dry-run") for name in DRY_RUN_ONLY]
@@ -383,7 +383,10 @@ def without_effect(config: Config, given: Iterable[str]) -> list[str]:
     if config.outer == "average":
         names = ("outer_lr", "outer_momentum", "adjust_momentum", "scale_step")
         idle += [(name, "with --outer average") for name in names]
-    return [f"{_flag(name)} has no effect {why}" for name, why in idle if name in given]
+    lines = [f"{_flag(name)} has no effect {why}" for name, why in idle if name in given]
+    if config.chat and not (config.init_from or config.resume or config.dry_run):
+        lines.append("no --init-from: fine-tuning starts from random weights")
+    return lines
 
 
 # ---------------------------------------------------------------- cost before you pay

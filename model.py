@@ -556,26 +556,6 @@ def save_hf(path: str | Path, config: ModelConfig, state_dict: Mapping[str, Tens
     Path(path, "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
-def load_hf(
-    path: str | Path, dtype: torch.dtype = torch.float32
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Reads a Hugging Face Llama folder: config.json and safetensors. Unpickles nothing.
-
-    Args:
-        path: folder with model.safetensors, or model.safetensors.index.json and its shards.
-        dtype: of the tensors returned.
-
-    Returns:
-        Model shape, and full CPU tensors by own name, as `load_state_dict` takes them.
-
-    Raises:
-        ValueError: one line naming the file that is missing, corrupt, not a Llama's, or at odds
-            with config.json.
-    """
-    config = read_config(Path(path))
-    return config, dict(read_weights(Path(path), config, dtype))
-
-
 def read_config(folder: Path) -> ModelConfig:
     """Model shape from the config.json of a Hugging Face folder.
 
@@ -630,7 +610,7 @@ def read_weights(
     With `assign`, a rank that keeps a shard of an 8B model never holds the whole.
 
     Args:
-        folder: as for `load_hf`.
+        folder: with model.safetensors, or model.safetensors.index.json and its shards.
         config: model shape, from `read_config`.
         dtype: of the tensors.
 

@@ -2386,6 +2386,16 @@ def test_int8_refuses_a_message_of_the_wrong_size() -> None:
 
 
 STRETCHED = RopeScaling(8.0, 1.0, 4.0, 32)  # bends the wavelengths of heads as small as ours
+
+
+def load_hf(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Shape and parameters of a Hugging Face folder, as `--init-from` reads them."""
+    config = model.read_config(folder)
+    return config, dict(model.read_weights(folder, config, dtype))
+
+
 MODEL_SMALL = ModelConfig(61, 32, 2, 4, 2, 48, tied=True, rope_scaling=STRETCHED, max_seq_len=64)
 KINDS = {
     "tied": dataclasses.replace(MODEL_SMALL, kv_heads=4, rope_scaling=None),
@@ -2812,7 +2822,7 @@ def random_state(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
 def test_export_then_import_is_bit_identical(tmp_path: Path, kind: str) -> None:
     state = random_state(KINDS[kind])
     model_module.save_hf(tmp_path / "out", KINDS[kind], state)
-    config, again = model_module.load_hf(tmp_path / "out")
+    config, again = load_hf(tmp_path / "out")
     assert config == KINDS[kind]
     assert list(again) == list(state)
     assert all(torch.equal(again[name], state[name]) for name in state)
@@ -2823,7 +2833,7 @@ def test_bf16_weights_come_back_as_bf16_and_as_fp32(tmp_path: Path) -> None:
     state = {name: value.bfloat16() for name, value in random_state(MODEL_SMALL).items()}
     model_module.save_hf(tmp_path, MODEL_SMALL, state)
     for dtype in (torch.bfloat16, torch.float32):
-        again = model_module.load_hf(tmp_path, dtype)[1]
+        again = load_hf(tmp_path, dtype)[1]
         assert all(again[name].dtype == dtype for name in state)
         assert all(torch.equal(again[name], state[name].to(dtype)) for name in state)
 
@@ -2881,7 +2891,7 @@ def test_a_model_saved_by_transformers_has_the_same_logits_here(
             rope["type"] = rope.pop("rope_type")
             raw["rope_scaling"] = rope
         (tmp_path / "config.json").write_text(json.dumps(raw))
-    read, state = model_module.load_hf(tmp_path)
+    read, state = load_hf(tmp_path)
     assert read == dataclasses.replace(config, norm_eps=1e-3)
     model = Transformer(read)
     model.load_state_dict(state)
@@ -3032,7 +3042,7 @@ def test_bad_weight_folders_are_refused_in_one_line_that_names_the_file(
     model_module.save_hf(tmp_path, MODEL_SMALL, random_state(MODEL_SMALL))
     break_it(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
-        model_module.load_hf(tmp_path)
+        load_hf(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
@@ -3044,7 +3054,7 @@ def test_leftovers_of_old_exports_are_ignored(tmp_path: Path) -> None:
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
         lm_head__weight=state["embedding"].clone(),
     )
-    again = model_module.load_hf(tmp_path)[1]
+    again = load_hf(tmp_path)[1]
     assert all(torch.equal(again[name], state[name]) for name in state)
 
 
@@ -6517,7 +6527,7 @@ def test_a_sample_at_temperature_0_or_of_the_one_likeliest_is_greedy(plain, runs
 def test_an_exported_run_reads_back_bit_for_bit_and_opens_in_transformers(plain, runs, tmp_path):
     _, network, begin = plain
     assert evaluation.main(["export", str(runs / "plain"), str(tmp_path / "hf")]) == 0
-    size, weights = model.load_hf(tmp_path / "hf")
+    size, weights = load_hf(tmp_path / "hf")
     assert size == network.config
     assert {name: bytes(t.numpy()) for name, t in weights.items()} == {
         name: bytes(t.numpy()) for name, t in network.state_dict().items()

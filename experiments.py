@@ -98,8 +98,8 @@ def execute(jobs: Sequence[Job]) -> Rows:
         row = evaluation.read_run(Path("runs", job.name)).row
         command = f"train.py {job.flags} --seed {job.seed}"
         source = train.read_json(Path("runs", job.name, "env.json"))["source_sha256"]
-        about = {"arm": job.arm, "base": job.base, "command": command, "source_sha256": source}
-        rows.append(row | about)
+        about = {"arm": job.arm, "base": job.base, "command": command, "run": job.name}
+        rows.append(row | about | {"source_sha256": source})
     if len({row["source_sha256"] for row in rows}) > 1:
         print("some of these runs were made with other sources of the program", file=sys.stderr)
     return rows
@@ -266,6 +266,14 @@ def keep(name: str, found: dict[str, Rows]) -> None:
     (RESULTS / f"{name}.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
+def draw(rows: Rows) -> None:
+    """README's plots: the methods of the main comparison on seed 0."""
+    methods = [row for row in rows if row["arm"] in ("ddp", *BASELINES) and row["seed"] == 0]
+    runs = [evaluation.read_run(Path("runs", row["run"])) for row in methods]
+    _, controller = evaluation.draw(runs, RESULTS.parent)
+    controller.replace(RESULTS.parent / "controller.png")
+
+
 def tables(name: str, found: dict[str, Rows]) -> str:
     """Markdown of an experiment's kept results."""
     if name == "restraint":
@@ -326,7 +334,10 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         for name in given.names:
-            keep(name, EXPERIMENTS[name](range(given.seeds)))
+            found = EXPERIMENTS[name](range(given.seeds))
+            keep(name, found)
+            if name == "main":
+                draw(found["runs"])
     except (RuntimeError, ValueError) as error:
         print(f"experiments.py: {error}", file=sys.stderr)
         return 1

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import autoloco
 from data import IGNORE, Batch
-from quant import SLAB, Chunk, Codec, chunks
+from quant import GPU_SLAB, SLAB, Chunk, Codec, chunks
 
 # ---------------------------------------------------------------- fixed schedules (E.2)
 
@@ -530,7 +530,7 @@ class Wire:
     def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
         self.ranks, self.codec = ranks, codec
         # A GPU wants few large chunks, a CPU those that stay in its cache; parts want many.
-        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else 8 * SLAB)
+        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else GPU_SLAB)
         sizes = [codec.nbytes(chunk) for chunk in self.chunks]
         self.payload_bytes = sum(sizes)
         groups = ranks.groups

@@ -40,13 +40,8 @@ HARNESS = "lm_eval[ifeval]==0.4.13"  # EleutherAI's lm-evaluation-harness: optio
 # What the paper reports (E.3): IFEval and IFBench; MMLU-Pro and BBH; HumanEval+. Of a task that
 # has one of them only these are kept, of any other task all metrics.
 PAPER_METRICS = {"prompt_level_strict_acc", "prompt_level_loose_acc", "exact_match", "pass@1"}
-MARKS = {
-    "supports": "^",
-    "consistent": "o",
-    "moderate": "s",
-    "severe": "v",
-    "nonfinite": "X",
-}  # in plots
+# Of verdicts in plots.
+MARKS = {"supports": "^", "consistent": "o", "moderate": "s", "severe": "v", "nonfinite": "X"}
 
 
 def open_run(path: Path) -> tuple[train.Config, model.Transformer]:
@@ -586,12 +581,14 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError):
         raise ValueError(f"{path / 'metrics.jsonl'}: missing or damaged") from None
     run = Run(path, config, rules, summary, metrics, intervals)
+    needed = {"train_loss", "val_loss", "seconds", "payload_bytes", "saved"}
     try:
-        assert len(metrics) == sum(row["steps"] for row in intervals) == config.steps
-        assert len(run.smoothed) == len(metrics) and run.row and run.update_norms
-        assert summary.keys() >= {"train_loss", "val_loss", "seconds", "payload_bytes", "saved"}
-    except (AssertionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a finished run ({error or 'rows are missing'})") from None
+        whole = len(run.smoothed) == sum(row["steps"] for row in intervals) == config.steps
+        whole = whole and bool(run.row and run.update_norms) and summary.keys() >= needed
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a finished run ({error})") from None
+    if not whole:
+        raise ValueError(f"{path}: not a finished run (rows or totals are missing)")
     return run
 
 

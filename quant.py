@@ -26,6 +26,7 @@ from torch import Tensor
 
 BLOCK = 4096  # elements that share one int8 scale, G
 SLAB = 64 * BLOCK  # elements of the largest chunk: source and scratch stay in a core's cache
+GPU_SLAB = 8 * SLAB  # the same on a GPU, where a chunk costs about ten kernel launches
 
 LEVELS = 127.0  # int8 is used symmetrically: -127 .. 127, never -128
 SMALLEST_NORMAL = 2.0**-126  # of fp32
@@ -58,8 +59,7 @@ def chunks(numels: Sequence[int], slab: int = SLAB) -> list[Chunk]:
         numels: elements of each tensor, in the order in which they travel; of each local shard
             where parameters are sharded. All ranks must pass the same numbers.
         slab: elements of the largest chunk, a multiple of BLOCK. It changes speed and the order of
-            bytes inside the message, never a decoded value. A GPU wants 2**21, since a chunk
-            costs about ten kernel launches.
+            bytes inside the message, never a decoded value.
 
     Returns:
         Chunks ordered by tensor, then by start; together they cover every element once.

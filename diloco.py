@@ -505,7 +505,11 @@ def connected() -> bool:
 
 
 def disconnect() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one.
+
+    `Ranks` should be gone by then: a process group that is only freed when the interpreter ends can
+    abort the process (half of the launches of a stress test whose `Ranks` was a global).
+    """
     if connected():
         dist.destroy_process_group()
 

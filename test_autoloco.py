@@ -5919,37 +5919,40 @@ import torch
 import autoloco, data, diloco, model, train
 
 torch.set_default_dtype(torch.float64)
-config, _ = train.parse(sys.argv[1:])
-ranks, _ = diloco.connect(1, 4, 1.0)
-source = train.open_source(config)
-found = {"differences": {}, "rows": len(source.batch(0, 0).inputs), "aliased": True}
+def main():  # a global Ranks would outlive the process group
+    config, _ = train.parse(sys.argv[1:])
+    ranks, _ = diloco.connect(1, 4, 1.0)
+    source = train.open_source(config)
+    found = {"differences": {}, "rows": len(source.batch(0, 0).inputs), "aliased": True}
 
-def trained(config, ranks, steps=12):
-    workers = train.build_workers(config, ranks, source)
-    workers.begin(steps)
-    for step in range(steps):
-        workers.set_lr(1e-2)
-        workers.step(0, source.batch(0, step))
-    return workers, workers._collect(torch.zeros(1, 1))[0][0]
+    def trained(config, ranks, steps=12):
+        workers = train.build_workers(config, ranks, source)
+        workers.begin(steps)
+        for step in range(steps):
+            workers.set_lr(1e-2)
+            workers.step(0, source.batch(0, step))
+        return workers, workers._collect(torch.zeros(1, 1))[0][0]
 
-def full(p):
-    return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+    def full(p):
+        return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
 
-for tied in True, False:
-    model.SIZES["tiny"] = model.ModelConfig(264, 6, 2, 1, 1, 5, tied=tied)
-    whole, expected = trained(replace(config, ranks_per_worker=1), diloco.Ranks(0, 1, 1))
-    for options in {}, {"micro_batch": 1}, {"activation_checkpointing": True}:
-        workers, records = trained(replace(config, **options), ranks)
-        differences = [(records - expected).abs().max()]
-        for p, q in zip(workers.parameters, whole.parameters, strict=True):
-            differences.append((full(p) - full(q)).abs().max())
-        found["differences"][tied, *options] = float(max(differences))
-    # what FSDP2 computes with is the memory that a synchronisation writes to
-    for flat, p in zip(workers.replicas[0].flat, workers.parameters, strict=True):
-        found["aliased"] &= flat.data_ptr() == diloco.local_tensor(p).data_ptr()
-found["numels"] = [diloco.local_tensor(p).numel() for p in workers.parameters]
-found["predicted"] = list(train.shard_numels(config, ranks.shard).values())
-torch.save(found, f"found-{ranks.rank}.pt")
+    for tied in True, False:
+        model.SIZES["tiny"] = model.ModelConfig(264, 6, 2, 1, 1, 5, tied=tied)
+        whole, expected = trained(replace(config, ranks_per_worker=1), diloco.Ranks(0, 1, 1))
+        for options in {}, {"micro_batch": 1}, {"activation_checkpointing": True}:
+            workers, records = trained(replace(config, **options), ranks)
+            differences = [(records - expected).abs().max()]
+            for p, q in zip(workers.parameters, whole.parameters, strict=True):
+                differences.append((full(p) - full(q)).abs().max())
+            found["differences"][tied, *options] = float(max(differences))
+        # what FSDP2 computes with is the memory that a synchronisation writes to
+        for flat, p in zip(workers.replicas[0].flat, workers.parameters, strict=True):
+            found["aliased"] &= flat.data_ptr() == diloco.local_tensor(p).data_ptr()
+    found["numels"] = [diloco.local_tensor(p).numel() for p in workers.parameters]
+    found["predicted"] = list(train.shard_numels(config, ranks.shard).values())
+    torch.save(found, f"found-{ranks.rank}.pt")
+
+main()
 diloco.disconnect()
 """
 

@@ -32,6 +32,7 @@ TUNING_SEED = 100  # not among the reported ones
 # Outer rate and momentum, the same points for every arm. At a rate of 1.0 DiLoCo's validation loss
 # on the tuning seed was 1.518 with momentum 0.7 (0.7: 1.511) and 1.959 with 0.9 (0.7: 1.583).
 GRID = ((0.7, 0.9), (0.7, 0.7), (0.7, 0.5))
+TUNED = "--outer-lr 0.7 --outer-momentum 0.7"  # the best point of every arm, see `main`'s table
 RESULTS = Path(__file__).parent / "assets" / "results"
 README = Path(__file__).parent / "README.md"
 BASELINES = ("diloco", "linear", "qsr", "autoloco")
@@ -56,9 +57,14 @@ class Job(NamedTuple):
     base: str = ""
 
     @property
+    def config(self) -> train.Config:
+        """Settings that it trains with."""
+        return train.parse([*self.flags.split(), "--seed", str(self.seed)])[0]
+
+    @property
     def name(self) -> str:
-        """Run folder: the same flags and seed are the same run."""
-        return f"experiment-{zlib.crc32(self.flags.encode()):08x}-{self.seed}"
+        """Run folder: equal settings are the same run, however the flags put them."""
+        return f"experiment-{zlib.crc32(repr(self.config).encode()):08x}-{self.seed}"
 
     @property
     def argv(self) -> list[str]:
@@ -70,7 +76,7 @@ class Job(NamedTuple):
         folder = Path("runs", self.name)
         if not (folder / "summary.json").exists():
             return False
-        return train.load_config(folder) == replace(train.parse(self.argv)[0], overwrite=False)
+        return train.load_config(folder) == replace(self.config, name=self.name)
 
     def execute(self) -> None:
         """Train, in a process of its own.
@@ -198,22 +204,26 @@ def ablation(seeds: range) -> dict[str, Rows]:
 
 
 def wires(seeds: range) -> dict[str, Rows]:
-    """fp32, bf16 and int8 on the wire of the fine-tuning recipe (G.2), after a `tiny` run."""
-    first = [Job("start", seed, "--method autoloco") for seed in seeds]
-    execute(first)
-    start = {job.seed: f"runs/{job.name}" for job in first}
-    jobs = [
+    """The wires from scratch, then on the fine-tuning recipe (G.2) after the fp32 run."""
+    start = f"--method autoloco {TUNED}"
+    scratch = [
+        Job(f"tiny, {wire}", seed, f"{start} --wire {wire}", "tiny, fp32")
+        for wire in ("fp32", "int8")
+        for seed in seeds
+    ]
+    rows = execute(scratch)
+    tuning = [
         Job(
-            f"{method}, {wire}",
-            seed,
-            f"--recipe tiny-sft --init-from {start[seed]} --method {method} --wire {wire}",
-            f"{method}, fp32",
+            f"tiny-sft, {method}, {wire}",
+            job.seed,
+            f"--recipe tiny-sft --init-from runs/{job.name} --method {method} --wire {wire}",
+            f"tiny-sft, {method}, fp32",
         )
         for method in ("diloco", "autoloco")
         for wire in ("fp32", "bf16", "int8")
-        for seed in seeds
+        for job in scratch[: len(seeds)]
     ]
-    return {"runs": execute(jobs)}
+    return {"runs": rows + execute(tuning)}
 
 
 def workers(seeds: range) -> dict[str, Rows]:
@@ -222,7 +232,7 @@ def workers(seeds: range) -> dict[str, Rows]:
         Job(f"{method}, {count} workers", seed, settings, f"diloco, {count} workers")
         for count in (2, 4, 8, 16)
         for method in ("diloco", "autoloco")
-        for settings in [f"--method {method} --workers {count}"]
+        for settings in [f"--method {method} {TUNED} --workers {count}"]
         for seed in seeds
     ]
     return {"runs": execute(jobs)}
@@ -238,7 +248,7 @@ def restraint(seeds: range) -> dict[str, Rows]:
         "--partition module --lr 2e-2": "--partition module --lr 2e-2",
     }
     jobs = [
-        Job(case, seeds[0], f"--method autoloco {settings}".strip())
+        Job(case, seeds[0], f"--method autoloco {TUNED} {settings}".strip())
         for case, settings in cases.items()
     ]
     return {"runs": execute(jobs)}

@@ -563,7 +563,12 @@ class Run:
         """The run as a row of `results`."""
         verdicts = Counter(row["verdict"] for row in self.intervals if row["verdict"])
         seed = {"arm": self.arm, "seed": self.config.seed}
-        return seed | self.summary | {"verdicts": dict(verdicts)}
+        quarters = {
+            f"after {percent} %": self.smoothed[max(1, self.config.steps * percent // 100) - 1]
+            for percent in (25, 50, 75, 100)
+        }
+        more = {"verdicts": dict(verdicts), "quarters": train.finite(quarters)}
+        return seed | self.summary | more
 
 
 def read_run(path: Path) -> Run:
@@ -627,10 +632,14 @@ def by_arm(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return arms
 
 
-def paired(group: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> list[float]:
-    """Differences of validation loss to the base's run of the same seed; negative is better."""
-    other = {row["seed"]: row["val_loss"] for row in base}
-    pairs = [(row["val_loss"], other[row["seed"]]) for row in group if row["seed"] in other]
+def paired(
+    group: Sequence[dict[str, Any]],
+    base: Sequence[dict[str, Any]],
+    loss: Callable[[dict[str, Any]], float | None] = lambda row: row["val_loss"],
+) -> list[float]:
+    """Differences of a loss to the base's run of the same seed; negative is better."""
+    other = {row["seed"]: loss(row) for row in base}
+    pairs = [(loss(row), other[row["seed"]]) for row in group if row["seed"] in other]
     return [one - two for one, two in pairs if one is not None and two is not None]
 
 

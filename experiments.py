@@ -1,6 +1,6 @@
 """The experiments behind README's tables: one command each.
 
-    python experiments.py main ablation wires workers restraint
+    python experiments.py main published ablation wires sft workers restraint
     python experiments.py            # only write README's tables again
 
 As many runs at a time as there are cores, one process of one thread each. A run that is finished is
@@ -180,6 +180,11 @@ def main_comparison(seeds: range) -> dict[str, Rows]:
     return {"tuning": tuning, "runs": compare(seeds, best)}
 
 
+def published(seeds: range) -> dict[str, Rows]:
+    """AutoLoCo and DiLoCo at the base momentum of the paper's main runs (A15)."""
+    return {"runs": compare(seeds, dict.fromkeys(("diloco", "autoloco"), GRID[:1]))}
+
+
 def ablation(seeds: range) -> dict[str, Rows]:
     """Horizon, momentum, scale, normalisation, added one after the other (4.3)."""
     arms = {
@@ -204,26 +209,31 @@ def ablation(seeds: range) -> dict[str, Rows]:
 
 
 def wires(seeds: range) -> dict[str, Rows]:
-    """The wires from scratch, then on the fine-tuning recipe (G.2) after the fp32 run."""
-    start = f"--method autoloco {TUNED}"
-    scratch = [
-        Job(f"tiny, {wire}", seed, f"{start} --wire {wire}", "tiny, fp32")
+    """Rounding on the wire: fp32 and int8, from scratch."""
+    jobs = [
+        Job(wire, seed, f"--method autoloco {TUNED} --wire {wire}", "fp32")
         for wire in ("fp32", "int8")
         for seed in seeds
     ]
-    rows = execute(scratch)
-    tuning = [
+    return {"runs": execute(jobs)}
+
+
+def sft(seeds: range) -> dict[str, Rows]:
+    """fp32, bf16 and int8 on the wire of the fine-tuning recipe (G.2), after a `tiny` run."""
+    first = [Job("start", seed, f"--method autoloco {TUNED}") for seed in seeds]
+    execute(first)
+    jobs = [
         Job(
-            f"tiny-sft, {method}, {wire}",
-            job.seed,
-            f"--recipe tiny-sft --init-from runs/{job.name} --method {method} --wire {wire}",
-            f"tiny-sft, {method}, fp32",
+            f"{method}, {wire}",
+            start.seed,
+            f"--recipe tiny-sft --init-from runs/{start.name} --method {method} --wire {wire}",
+            "diloco, fp32" if wire == "fp32" else f"{method}, fp32",
         )
         for method in ("diloco", "autoloco")
         for wire in ("fp32", "bf16", "int8")
-        for job in scratch[: len(seeds)]
+        for start in first
     ]
-    return {"runs": rows + execute(tuning)}
+    return {"runs": execute(jobs)}
 
 
 def workers(seeds: range) -> dict[str, Rows]:
@@ -239,25 +249,30 @@ def workers(seeds: range) -> dict[str, Rows]:
 
 
 def restraint(seeds: range) -> dict[str, Rows]:
-    """Where the controller should hold back: a rate far too high, workers with different text."""
-    cases = {
-        "recipe": "",
-        "--lr 2e-2": "--lr 2e-2",
-        "--lr 5e-2": "--lr 5e-2",
-        "--partition module": "--partition module",
-        "--partition module --lr 2e-2": "--partition module --lr 2e-2",
-    }
+    """Where the controller should hold back: rates far too high, workers with different text."""
+    cases = ["", *(f"--lr {rate}" for rate in ("2e-2", "5e-2", "1e-1", "2e-1"))]
+    cases += ["--partition module", "--partition module --lr 2e-2"]
     jobs = [
-        Job(case, seeds[0], f"--method autoloco {TUNED} {settings}".strip())
-        for case, settings in cases.items()
+        Job(case or "recipe", seeds[0], f"--method autoloco {TUNED} {case}".strip())
+        for case in cases
     ]
-    return {"runs": execute(jobs)}
+    rows = execute(jobs)
+    for row in rows:
+        judged = evaluation.read_run(Path("runs", row["run"])).intervals
+        row["held"] = [
+            f"{entry['interval']}: {entry['reason']}"
+            for entry in judged
+            if entry["verdict"] in ("moderate", "severe", "nonfinite")
+        ]
+    return {"runs": rows}
 
 
 EXPERIMENTS: dict[str, Callable[[range], dict[str, Rows]]] = {
     "main": main_comparison,
+    "published": published,
     "ablation": ablation,
     "wires": wires,
+    "sft": sft,
     "workers": workers,
     "restraint": restraint,
 }
@@ -284,6 +299,24 @@ def draw(rows: Rows) -> None:
     controller.replace(RESULTS.parent / "controller.png")
 
 
+def on_the_way(arms: dict[str, Rows]) -> str:
+    """Paired differences of the smoothed training loss to DiLoCo's after each quarter.
+
+    Args:
+        arms: arm -> rows; only those count that have kept their `quarters`.
+    """
+
+    def after(quarter: str) -> Callable[[dict[str, Any]], float | None]:
+        return lambda row: row["quarters"][quarter]
+
+    known = {arm: [row for row in rows if "quarters" in row] for arm, rows in arms.items()}
+    base, lines = known.pop("diloco"), []
+    for arm, rows in known.items():
+        apart = [evaluation.paired(rows, base, after(quarter)) for quarter in base[0]["quarters"]]
+        lines.append((arm, len(apart[0]), *(evaluation.spread(values, "+") for values in apart)))
+    return evaluation.table(" | ".join(["arm", "seeds", *base[0]["quarters"]]), lines)
+
+
 def tables(name: str, found: dict[str, Rows]) -> str:
     """Markdown of an experiment's kept results."""
     if name == "restraint":
@@ -292,12 +325,13 @@ def tables(name: str, found: dict[str, Rows]) -> str:
                 row["arm"],
                 evaluation.spread([row["train_loss"]]),
                 row["synchronisations"],
-                ", ".join(f"{count} {verdict}" for verdict, count in row["verdicts"].items()),
                 diloco.format_runs(row["intervals"]),
+                "; ".join(row["held"]) or "-",
             )
             for row in found["runs"]
         )
-        return evaluation.table("case | train loss | syncs | verdicts | executed intervals", cases)
+        head = "case | train loss | syncs | executed intervals | interval: where it held back"
+        return evaluation.table(head, cases)
     text = evaluation.results(found["runs"])
     arms = evaluation.by_arm(found["runs"])
     if control := arms.get("as few, even"):
@@ -305,6 +339,9 @@ def tables(name: str, found: dict[str, Rows]) -> str:
         below = sum(difference < 0 for difference in apart)
         text += f"\nautoloco less `as few, even`: {evaluation.spread(apart, '+')} in validation "
         text += f"loss, below it on {below} of {len(apart)} seeds.\n"
+    if name == "main":
+        text += "\nSmoothed training loss less that of `diloco` on the same seed, on the way:\n\n"
+        text += on_the_way(arms)
     if "tuning" in found:
         lines = []
         for arm, rows in evaluation.by_arm(found["tuning"]).items():

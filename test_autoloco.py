@@ -6942,6 +6942,16 @@ def test_controls_execute_as_many_intervals_as_they_are_told(arm):
     assert config.outer_lr == pytest.approx(0.7 * 1.46185 if corrected else 0.7, abs=1e-5)
 
 
+def test_differences_on_the_way_are_paired_by_seed():
+    arms = {
+        "diloco": [{"seed": 0, "quarters": {"25 %": 2.0}}, {"seed": 1, "quarters": {"25 %": 3.0}}],
+        "other": [{"seed": 1, "quarters": {"25 %": 3.3}}, {"seed": 0, "quarters": {"25 %": 2.1}}],
+    }
+    for rows in arms.values():
+        rows.insert(0, {"seed": 2})  # recorded without them
+    assert experiments.on_the_way(arms).splitlines()[2] == "| other | 2 | +0.2000 ± 0.1414 |"
+
+
 def test_readme_s_tables_are_what_the_recorded_summaries_give():
     assert experiments.written(README) == README
     for name in experiments.EXPERIMENTS:
@@ -6952,7 +6962,10 @@ def test_readme_s_tables_are_what_the_recorded_summaries_give():
 @pytest.mark.slow
 def test_an_experiment_runs_once_and_keeps_its_rows(folder, monkeypatch):
     flags = "--steps 20 --val-documents 4 --base-horizon 10 --method diloco"
-    jobs = [experiments.Job("arm", seed, flags, "arm") for seed in (0, 1)]
+    jobs = [experiments.Job("diloco", seed, flags, "diloco") for seed in (0, 1)]
+    reordered = "--method diloco --base-horizon 10 --steps 20 --val-documents 4 --outer-lr 0.7"
+    same = jobs[0]._replace(flags=reordered)
+    assert same.name == jobs[0].name != jobs[1].name
     rows = experiments.execute(jobs)
     assert [row["seed"] for row in rows] == [0, 1]
     assert rows[0]["val_loss"] != rows[1]["val_loss"]
@@ -6964,3 +6977,4 @@ def test_an_experiment_runs_once_and_keeps_its_rows(folder, monkeypatch):
     assert f"{rows[0]['saved']:.1%}".replace("%", " %") in experiments.tables(
         "main", {"runs": rows}
     )
+    assert list(rows[0]["quarters"].values())[-1] == rows[0]["train_loss"]

@@ -563,8 +563,9 @@ class Run:
         """The run as a row of `results`."""
         verdicts = Counter(row["verdict"] for row in self.intervals if row["verdict"])
         seed = {"arm": self.arm, "seed": self.config.seed}
+        losses = self.smoothed
         quarters = {
-            f"after {percent} %": self.smoothed[max(1, self.config.steps * percent // 100) - 1]
+            f"after {percent} %": losses[max(1, len(losses) * percent // 100) - 1]
             for percent in (25, 50, 75, 100)
         }
         more = {"verdicts": dict(verdicts), "quarters": train.finite(quarters)}

@@ -6979,4 +6979,5 @@ def test_an_experiment_runs_once_and_keeps_its_rows(folder, monkeypatch):
     assert f"{rows[0]['saved']:.1%}".replace("%", " %") in experiments.tables(
         "main", {"runs": rows}
     )
-    assert list(rows[0]["quarters"].values())[-1] == rows[0]["train_loss"]
+    # One is a difference of running sums, the other a mean: equal but for the last digits.
+    assert list(rows[0]["quarters"].values())[-1] == pytest.approx(rows[0]["train_loss"], rel=1e-12)

@@ -568,7 +568,12 @@ class Run:
             f"after {percent} %": losses[max(1, len(losses) * percent // 100) - 1]
             for percent in (25, 50, 75, 100)
         }
-        more = {"verdicts": dict(verdicts), "quarters": train.finite(quarters)}
+        held = [
+            f"{row['interval']}: {row['reason']}"
+            for row in self.intervals
+            if row["verdict"] in ("moderate", "severe", "nonfinite")
+        ]
+        more = {"verdicts": dict(verdicts), "held": held, "quarters": train.finite(quarters)}
         return seed | self.summary | more
 
 

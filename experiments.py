@@ -256,15 +256,7 @@ def restraint(seeds: range) -> dict[str, Rows]:
         Job(case or "recipe", seeds[0], f"--method autoloco {TUNED} {case}".strip())
         for case in cases
     ]
-    rows = execute(jobs)
-    for row in rows:
-        judged = evaluation.read_run(Path("runs", row["run"])).intervals
-        row["held"] = [
-            f"{entry['interval']}: {entry['reason']}"
-            for entry in judged
-            if entry["verdict"] in ("moderate", "severe", "nonfinite")
-        ]
-    return {"runs": rows}
+    return {"runs": execute(jobs)}
 
 
 EXPERIMENTS: dict[str, Callable[[range], dict[str, Rows]]] = {

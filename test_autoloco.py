@@ -5099,8 +5099,8 @@ def test_torchrun_restarts_a_killed_rank_and_ends_as_the_undisturbed_run(place, 
     launch = under_torchrun(f"{line} --name run", hook, restarts=3)
     out, errors = launch.communicate(timeout=200)
     assert launch.returncode == 0, errors
-    resumed = [int(step) for step in re.findall(r"resuming at step (\d+)", out)]
-    assert resumed[0] == 40 and resumed[1] >= 60, resumed
+    first, second = (int(step) for step in re.findall(r"resuming at step (\d+)", out))
+    assert first == 40 and second >= 60, (first, second)
     assert out.count("run: ") == 4  # attempts
     same("run", end_state("straight"), layout=False)
 
@@ -6861,8 +6861,8 @@ def recorded(seed=0, losses=(), **summary):
         {"horizon": 20, "update_norm": 1.0, "verdict": None},
         {"horizon": 30, "update_norm": 5.0, "verdict": "supports"},
         {"horizon": 20, "update_norm": 2.0, "verdict": "supports"},
-        {"horizon": 20, "update_norm": None, "verdict": "nonfinite"},
-        {"horizon": 20, "update_norm": 6.0, "verdict": "moderate"},
+        {"horizon": 20, "update_norm": None, "verdict": "nonfinite", "interval": 4, "reason": "a"},
+        {"horizon": 20, "update_norm": 6.0, "verdict": "moderate", "interval": 5, "reason": "b"},
     ]
     return evaluation.Run(Path("run"), config, config.rules, summary, metrics, intervals)
 
@@ -6874,6 +6874,7 @@ def test_smoothed_losses_crossings_and_update_norms_by_hand():
     assert evaluation._crossing(one, 2.9) is None
     assert one.update_norms == {20: 2.0, 30: 5.0}
     assert one.row["verdicts"] == {"supports": 2, "nonfinite": 1, "moderate": 1}
+    assert one.row["held"] == ["4: a", "5: b"]
 
 
 def test_the_smoothed_loss_at_the_end_is_the_summary_s_training_loss(runs):

@@ -1,19 +1,18 @@
-"""AutoLoCo (arXiv:2609.36662) as pure functions of scalars: nothing here touches a tensor, a clock
-or a process.
+"""AutoLoCo (arXiv:2609.36662) as pure functions of scalars: no tensor, no clock, no process.
 
-Read it in the paper's order: inner learning rate and exposure (B.2), token mapper (A.3), outer
-correction (B.2 to B.4), interval controller (3.1, A.1, A.2, A.3), one interval (B.5), replay of a
-recorded run. Every rank runs these functions on the same reduced scalars and so takes the same
-decision; `replay` takes them again from the log.
+In the paper's order: inner learning rate and exposure (B.2), token mapper (A.3), outer correction
+(B.2 to B.4), interval controller (3.1, A.1 to A.3), one interval (B.5); then the log of a run, its
+replay and its explanation. `plan` before an interval and `complete` after it are all that a
+training loop calls.
 
     paper       code                  meaning, unit
     s           step                  inner optimizer step, counted over the whole run
     t           interval              outer interval, ended by one synchronisation; counted from 1
-    T, w        steps, warmup         steps of the run, and of its learning-rate warm-up
+    T, w        rules.steps, warmup   steps of the run, and of its learning-rate warm-up
     eta(s)      inner_lr              inner learning rate at step s
     h           horizon               token-equivalent horizon, reference steps, a multiple of q_H
     q_H         granularity           spacing of admissible horizons, steps
-    H_t         steps                 executed local steps of interval t
+    H_t         plan.steps            executed local steps of interval t
     Lambda_t    exposure              accumulated inner learning rate of interval t
     D_t, C_t    drift, coherence      local-drift energy, aggregation coherence
     M_base      base_tokens           tokens of one recipe-horizon interval, over all workers
@@ -38,97 +37,88 @@ from typing import Any
 
 EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the accepted interval's
 BOUND_RETIRES = 0.90  # A.2: a rejected bound's previewed exposure over its recorded one
-HISTORY = 16  # A.1: residuals kept by each family
+HISTORY = 16  # A.1: residuals that are kept
 SCALE_FLOOR = 0.10  # A10: 10 % in drift or coherence is never called a deviation of many sigmas
 MAD_TO_SIGMA = 1.4826  # A10: of a normal distribution
 SEVERE, MODERATE, SUPPORTS = 6.0, 3.0, 1.0  # A11: thresholds of z
 REFERENCE_INTERVALS, VARIABILITY_INTERVALS = 2, 3  # A.1
 TOKEN_RETENTION = 0.9  # A.3: beta; A3: it weighs the old value
-MAX_STEP_SCALE = 1.5  # A14: kappa_max
 RATIO_EPS = 1e-12  # A22: the epsilon of B.3
 
 CONSTANTS = {name: value for name, value in globals().items() if name.isupper()}
 
 VERDICTS = ("supports", "consistent", "moderate", "severe", "nonfinite")
 
+Pair = tuple[float, float]  # of the two residual families: drift, coherence
+
 
 @dataclass(frozen=True)
 class Rules:
     """The constants of one run: all that the plan of an interval and a replay need.
 
-    Args:
-        steps: T, inner steps of the run, >= 1.
-        lr: eta_max, peak inner learning rate, > 0.
-        warmup: w, steps of linear warm-up, >= 0.
-        base_horizon: H_base, the recipe horizon, steps.
-        min_horizon: H_min, steps (A5: 7 q_H).
-        max_horizon: H_max, steps.
-        granularity: q_H, steps.
-        outer_momentum: mu_0, in [0, 1).
-        sequence: executed steps of every interval, for fixed schedules; None lets the controller
-            choose.
-        normalise: divide the mean pseudo-gradient by rho (B.3).
-        adjust_momentum: mu_0 ** rho instead of mu_0 (B.4).
-        scale_step: kappa instead of 1 (B.4).
-    Raises:
-        ValueError: a value out of range; the message names the flag.
+    A horizon or granularity that is not given follows from the base horizon. ValueError names a
+    value that is out of range as `field=value`.
+
+    >>> rules = Rules(50_000, 4e-4, warmup=1000, base_horizon=500)
+    >>> rules.granularity, rules.min_horizon, rules.max_horizon
+    (50, 350, 750)
     """
 
-    steps: int
-    lr: float
-    warmup: int
-    base_horizon: int
-    min_horizon: int
-    max_horizon: int
-    granularity: int
-    outer_momentum: float
-    sequence: tuple[int, ...] | None = None
-    normalise: bool = False
-    adjust_momentum: bool = False
-    scale_step: bool = False
+    steps: int  # T, at most 10^7
+    lr: float  # eta_max, peak inner learning rate
+    warmup: int  # w, steps
+    base_horizon: int  # H_base, the recipe horizon, steps
+    min_horizon: int | None = None  # H_min: 7 q_H                                          A5
+    max_horizon: int | None = None  # H_max: 1.5 H_base
+    granularity: int | None = None  # q_H: the largest divisor of H_base up to a tenth of it
+    outer_momentum: float = 0.9  # mu_0
+    sequence: tuple[int, ...] | None = None  # steps of every interval; None: a controller chooses
+    normalise: bool = False  # divide the mean pseudo-gradient by rho (B.3)
+    adjust_momentum: bool = True  # mu_0 ** rho instead of mu_0 (B.4)
+    scale_step: bool = True  # kappa instead of 1 (B.4)
+    max_step_scale: float = 2.0  # kappa_max                                                A14
+    controller: str = "autoloco"  # key of CONTROLLERS
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"--steps {self.steps}: at least 1")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"--lr {self.lr}: a finite number above 0")
-        if self.warmup < 0:
-            raise ValueError(f"--warmup {self.warmup}: not below 0")
-        if self.base_horizon < 1:
-            raise ValueError(f"--base-horizon {self.base_horizon}: at least 1")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"--outer-momentum {self.outer_momentum}: in [0, 1)")
-        if self.sequence is not None:
-            if any(steps < 1 for steps in self.sequence):
-                raise ValueError("--horizons: every interval has at least 1 step")
-            if sum(self.sequence) != self.steps:
-                raise ValueError(
-                    f"--horizons add up to {sum(self.sequence)} steps, --steps is {self.steps}"
-                )
-            return
-        if self.granularity < 1:
-            raise ValueError(f"--granularity {self.granularity}: at least 1")
-        for name in ("min_horizon", "base_horizon", "max_horizon"):
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            if value < 1 or value % self.granularity:
-                raise ValueError(
-                    f"{flag} {value} is not a multiple of --granularity {self.granularity}"
-                )
-        if not self.min_horizon <= self.base_horizon <= self.max_horizon:
-            raise ValueError(
-                f"--min-horizon {self.min_horizon}, --base-horizon {self.base_horizon}, "
-                f"--max-horizon {self.max_horizon}: they must not decrease in this order"
-            )
+        for name, fits, allowed in (
+            ("steps", 1 <= self.steps <= 10**7, "1 to 10^7"),
+            ("lr", 0 < self.lr <= 1e38, "a finite number above 0"),
+            ("warmup", self.warmup >= 0, "at least 0"),
+            ("base_horizon", self.base_horizon >= 1, "at least 1"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)"),
+            ("max_step_scale", self.max_step_scale >= 1, "at least 1"),
+            ("controller", self.controller in CONTROLLERS, f"one of {', '.join(CONTROLLERS)}"),
+            ("granularity", (self.granularity or 1) >= 1, "at least 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)}: {allowed}")
+        base, q = self.base_horizon, self.granularity
+        if q is None:
+            q = next((n for n in range(base // 10, 0, -1) if base % n == 0), 1)
+        least = min(7 * q, base) if self.min_horizon is None else self.min_horizon  # A5
+        most = base * 3 // 2 // q * q if self.max_horizon is None else self.max_horizon
+        for name, value in (("granularity", q), ("min_horizon", least), ("max_horizon", most)):
+            object.__setattr__(self, name, value)
+        if self.sequence is None:
+            self._check_ladder(q, least, most)
+        elif any(steps < 1 for steps in self.sequence) or sum(self.sequence) != self.steps:
+            total = f"add up to {sum(self.sequence)} steps, each at least 1"
+            raise ValueError(f"horizons= must {total}: steps={self.steps}")
+
+    def _check_ladder(self, q: int, least: int, most: int) -> None:
+        ladder = {"min_horizon": least, "base_horizon": self.base_horizon, "max_horizon": most}
+        for name, value in ladder.items():
+            if value < 1 or value % q:
+                raise ValueError(f"{name}={value} is not a multiple of granularity={q}")
+        if not least <= self.base_horizon <= most:
+            words = ", ".join(f"{name}={value}" for name, value in ladder.items())
+            raise ValueError(f"{words}: they must not decrease in this order")
 
     @property
-    def corrected(self) -> bool:
-        """Whether any part of the outer correction is on."""
-        return self.normalise or self.adjust_momentum or self.scale_step
-
-    @property
-    def warmup_intervals(self) -> int:
-        """Intervals that the inner-rate warm-up spans: ceil(w / H_base), A.1."""
-        return -(-self.warmup // self.base_horizon)
+    def ladder(self) -> range:
+        """The admissible horizons: multiples of q_H from H_min to H_max."""
+        assert self.min_horizon and self.max_horizon and self.granularity
+        return range(self.min_horizon, self.max_horizon + 1, self.granularity)
 
     @cached_property
     def rates(self) -> list[float]:
@@ -136,8 +126,7 @@ class Rules:
         return [inner_lr(self, step) for step in range(self.steps)]
 
 
-# ---------------------------------------------------------------- inner learning rate, exposure
-# (B.2)
+# ---------------------------------------------------------------- inner rate, exposure (B.2)
 
 
 def inner_lr(rules: Rules, step: int) -> float:
@@ -146,11 +135,7 @@ def inner_lr(rules: Rules, step: int) -> float:
         eta(s) = eta_max (s + 1) / w                            s < w                   A20
         eta(s) = eta_max (1 + cos(pi p)) / 2,  p = (s - w) / (T - w)                    A20, A23
 
-    Args:
-        rules: the run's constants.
-        step: s, >= 0; from T on the rate is 0, so that a preview past the end adds nothing.
-    Returns:
-        eta(s), in [0, eta_max].
+    From T on it is 0, so that a preview past the end of the run adds nothing.
     """
     if step >= rules.steps:
         return 0.0
@@ -167,13 +152,6 @@ def exposure(rules: Rules, start: int, count: int) -> float:
 
     Summed exactly (fsum): a preview and the later measurement of the same steps are equal, bit for
     bit.
-
-    Args:
-        rules: the run's constants.
-        start: s, >= 0.
-        count: H, steps; those past the end of the run add nothing.
-    Returns:
-        Lambda, >= 0.
     """
     return math.fsum(rules.rates[start : start + count])
 
@@ -183,15 +161,10 @@ def exposure(rules: Rules, start: int, count: int) -> float:
 
 @dataclass(frozen=True)
 class Mapper:
-    """State of the token mapper.
+    """What the token mapper remembers."""
 
-    Args:
-        counts: global non-padding tokens of up to three recipe-horizon intervals.
-        tokens_per_step: tau; None before the first interval.
-    """
-
-    counts: tuple[int, ...] = ()
-    tokens_per_step: float | None = None
+    counts: tuple[int, ...] = ()  # global non-padding tokens of up to 3 recipe-horizon intervals
+    tokens_per_step: float | None = None  # tau; None before the first interval
 
     @property
     def base_tokens(self) -> float | None:
@@ -200,21 +173,11 @@ class Mapper:
 
 
 def update_mapper(rules: Rules, mapper: Mapper, horizon: int, steps: int, tokens: int) -> Mapper:
-    """Take in one completed interval.
+    """Take in one completed interval of H_t `steps` and `tokens`, both at least 1.
 
         tau <- 0.9 tau + 0.1 (tokens_t / H_t);  the first interval sets tau             A.3, A3
 
-    Args:
-        rules: the run's constants.
-        mapper: the state before.
-        horizon: h of the interval; its count calibrates M_base if h = H_base, three times.
-        steps: H_t, executed, >= 1.
-        tokens: non-padding tokens of all workers in the interval, >= 1.
-    Returns:
-        The state after.
-
-    >>> rules = Rules(5000, 4e-4, 0, 500, 350, 750, 50, 0.9)
-    >>> mapper = Mapper()
+    >>> rules, mapper = Rules(5000, 4e-4, 0, 500), Mapper()
     >>> for count in (50_000, 52_000, 51_000):
     ...     mapper = update_mapper(rules, mapper, 500, 500, count)
     >>> mapper.base_tokens, round(mapper.tokens_per_step, 6)
@@ -225,35 +188,27 @@ def update_mapper(rules: Rules, mapper: Mapper, horizon: int, steps: int, tokens
     old = mapper.tokens_per_step
     tau = density if old is None else TOKEN_RETENTION * old + (1.0 - TOKEN_RETENTION) * density
     counts = mapper.counts
-    if len(counts) < 3 and horizon == rules.base_horizon and steps == rules.base_horizon:
+    if len(counts) < 3 and horizon == steps == rules.base_horizon:
         counts = (*counts, tokens)
     return Mapper(counts, tau)
 
 
 def map_horizon(rules: Rules, mapper: Mapper, horizon: int) -> int:
-    """Executable steps of a token-equivalent horizon.
+    """Executable steps of a token-equivalent horizon, not capped by the end of the run.
 
         M(h) = M_base h / H_base;  steps(h) = q_H floor(M(h) / (tau q_H) + 1/2) >= q_H   A.3, A4
 
     One to one before M_base exists.
 
-    Args:
-        rules: the run's constants.
-        mapper: the mapper's state, already updated by the latest interval.
-        horizon: h, reference steps.
-    Returns:
-        Steps, a multiple of q_H; not capped by the end of the run.
-
-    >>> rules = Rules(5000, 4e-4, 0, 500, 350, 750, 50, 0.9)
-    >>> mapper = Mapper((50_000, 50_000, 50_000), 105.3)
+    >>> rules, mapper = Rules(5000, 4e-4, 0, 500), Mapper((50_000, 50_000, 50_000), 105.3)
     >>> map_horizon(rules, mapper, 500), map_horizon(rules, mapper, 750)
     (450, 700)
     """
     if mapper.base_tokens is None or mapper.tokens_per_step is None:
         return horizon
     budget = mapper.base_tokens * horizon / rules.base_horizon
-    multiples = math.floor(budget / (mapper.tokens_per_step * rules.granularity) + 0.5)
-    return rules.granularity * max(1, multiples)
+    multiples = math.floor(budget / (mapper.tokens_per_step * rules.ladder.step) + 0.5)
+    return rules.ladder.step * max(1, multiples)
 
 
 # ---------------------------------------------------------------- outer correction (B.2 to B.4)
@@ -262,13 +217,7 @@ def map_horizon(rules: Rules, mapper: Mapper, horizon: int) -> int:
 def interval_ratio(selected: float, base: float) -> float:
     """Local work of an interval against the base interval's, from the same scheduler position.
 
-        rho_t = 1 if Lambda(s_t, H_t) <= Lambda(s_t, H_base_t), else their ratio        B.2
-
-    Args:
-        selected: Lambda(s_t, H_t), >= 0.
-        base: Lambda(s_t, H_base_t), > 0 wherever a step is left.
-    Returns:
-        rho_t, >= 1.
+    rho_t = 1 if Lambda(s_t, H_t) <= Lambda(s_t, H_base_t), else their ratio            B.2
     """
     return 1.0 if selected <= base else selected / base
 
@@ -278,10 +227,7 @@ def normaliser(ratio: float) -> float:
 
         g_t = mean Delta / (rho_t + eps) if rho_t > 1, else mean Delta                  B.3, A22
 
-    Args:
-        ratio: rho_t, >= 1.
-    Returns:
-        The divisor; exactly 1 at rho_t = 1, so that the update is DiLoCo's bit for bit (D.2).
+    Exactly 1 at rho_t = 1, so that the update is DiLoCo's bit for bit (D.2).
     """
     return ratio + RATIO_EPS if ratio > 1.0 else 1.0
 
@@ -291,197 +237,129 @@ def momentum_retention(base: float, ratio: float) -> float:
 
         mu_t = mu_0 ** rho_t                                                            B.4
 
-    Args:
-        base: mu_0, outer momentum of one base interval, in [0, 1).
-        ratio: rho_t, interval ratio, >= 1.
-    Returns:
-        mu_t, in [0, mu_0].
-    Raises:
-        ValueError: base or ratio out of range.
+    mu_0 in [0, 1) is the momentum of one base interval, rho_t >= 1 the interval ratio.
 
-    >>> round(momentum_retention(0.9, 1.5), 6), round(momentum_retention(0.7, 1.5), 6)
-    (0.853815, 0.585662)
+    >>> [round(momentum_retention(0.9, ratio), 6) for ratio in (1.1, 1.5)]
+    [0.890567, 0.853815]
     """
-    if not 0 <= base < 1 or not ratio >= 1:
-        raise ValueError(f"momentum {base} must be in [0, 1) and the interval ratio {ratio} >= 1")
-    return float(base**ratio)
+    assert 0 <= base < 1 <= ratio, f"{base=}, {ratio=}"
+    return base if ratio == 1.0 else float(base**ratio)
 
 
-def step_scale(momentum: float, base: float) -> float:
-    """Bounded scale of the outer step: what a lower momentum takes from a constant input's
-    response, it gives back.
+def step_scale(momentum: float, base: float, ratio: float, most: float) -> float:
+    """Bounded scale of the outer step.
 
-        kappa_t = min(kappa_max, (1 - mu_t) / (1 - mu_0))                          B.4, C.3, A14
-
-    Args:
-        momentum: mu_t, in [0, mu_0].
-        base: mu_0, in [0, 1).
-    Returns:
-        kappa_t, in [1, kappa_max].
-
-    >>> round(step_scale(momentum_retention(0.9, 1.5), 0.9), 6)
-    1.46185
-    >>> round(step_scale(momentum_retention(0.7, 1.5), 0.7), 6)
-    1.381127
+    kappa_t = min(kappa_max, (1 - mu_t) / (1 - mu_0))                               B.4, A14
     """
-    return min(MAX_STEP_SCALE, (1.0 - momentum) / (1.0 - base))
+    return min(most, (1.0 - momentum) / (1.0 - base))
 
 
-# ---------------------------------------------------------------- interval controller (3.1, A.1 to
-# A.3)
+# ---------------------------------------------------------------- interval controller (3.1, A.1-3)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one completed interval measured, reduced over all workers.
+    """What one completed interval measured, reduced over all workers."""
 
-    Args:
-        drift: D_t; not finite or not above 0 counts as non-finite.
-        coherence: C_t; slightly above 1 is possible under quantisation.
-        exposure: Lambda_t, measured.
-        tokens: non-padding tokens of all workers.
-    """
-
-    drift: float
-    coherence: float
-    exposure: float
-    tokens: int
+    drift: float  # D_t
+    coherence: float  # C_t; slightly above 1 is possible under quantisation
+    exposure: float  # Lambda_t
+    tokens: int  # non-padding tokens of all workers
 
     @property
     def finite(self) -> bool:
-        """Whether the controller can read the interval."""
-        values = (self.drift, self.coherence, self.exposure)
-        return all(math.isfinite(value) and value > 0 for value in values)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The accepted horizon's reference: D_ref, C_ref and the exposure Lambda_ref that they belong
-    to.
-    """
-
-    drift: float
-    coherence: float
-    exposure: float
-
-    def moved(self, exposure: float) -> Profile:
-        """Follow the schedule to the latest accepted interval's exposure.
-
-            Lambda_ref <- Lambda;  D_ref <- D_ref (Lambda / Lambda_ref)^2               A.1, A8
-
-        so that a pure learning-rate decay leaves r_D where it was: the two moves cancel in it.
-        """
-        return Profile(self.drift * (exposure / self.exposure) ** 2, self.coherence, exposure)
+        """Whether the controller can read the interval: each statistic finite and above 0."""
+        return all(0 < value < math.inf for value in (self.drift, self.coherence, self.exposure))
 
 
 @dataclass(frozen=True)
 class Controller:
     """State of the interval controller.
 
-    Args:
-        phase: warmup, reference, variability, monitor or candidate.
-        accepted: the accepted horizon, reference steps.
-        horizon: the next interval's horizon: `accepted`, or a candidate above it.
-        seen: intervals that the phase has taken in.
-        initial: whether the profile is the run's first, which takes two reference intervals.
-        pending: observations that the reference is being estimated from.
-        profile: the accepted reference; None until it is estimated.
-        drift_history: residuals r_D of up to 16 normal intervals.
-        coherence_history: the same for r_C.
-        moderate: whether the interval before was a first moderate one.
-        nonfinite: whether the interval before reduced the horizon as non-finite.
-        bound: rejected horizon and the exposure measured when it was rejected; None if there is
-            none.
+    A phase is the head of `queue`; where that is empty, `candidate` while the next horizon is above
+    the accepted one, else `monitor`. During the warm-up of the inner rate the queue waits.
     """
 
-    phase: str
-    accepted: int
-    horizon: int
-    seen: int = 0
-    initial: bool = True
-    pending: tuple[Observation, ...] = ()
-    profile: Profile | None = None
-    drift_history: tuple[float, ...] = ()
-    coherence_history: tuple[float, ...] = ()
-    moderate: bool = False
-    nonfinite: bool = False
-    bound: tuple[int, float] | None = None
+    accepted: int  # the accepted horizon, reference steps
+    horizon: int  # the next interval's: `accepted`, or a candidate above it
+    queue: tuple[str, ...] = ()  # phases to come: `reference` and `variability`
+    first: bool = False  # this is the run's first reference, which forgives what is not finite
+    reference: tuple[Pair, ...] = ()  # levels of the reference intervals; their mean counts
+    history: tuple[Pair, ...] = ()  # residuals of up to 16 normal intervals
+    moderate: bool = False  # the interval before was a first moderate one
+    nonfinite: bool = False  # the interval before was not finite
+    confirming: bool = False  # the candidate has had one `consistent` interval
+    bound: tuple[int, float] | None = None  # rejected horizon, exposure when it was rejected
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the controller made of one interval: the log's columns from `phase` to `reason`, and the
-    residuals.
+    """What the controller made of one interval."""
 
-    Args:
-        phase: the phase that the interval was executed in; `fixed` where no controller decides.
-        verdict: one of VERDICTS; None where nothing was judged.
-        next_horizon: horizon of the next interval; None after the last.
-        reason: the branch taken, in words.
-        residual_drift: r_D, None where there is no reference or no finite statistic.
-        residual_coherence: r_C, likewise.
-        z: the larger robust z; None where nothing was judged.
-    """
-
-    phase: str
-    verdict: str | None
-    next_horizon: int | None
-    reason: str
+    verdict: str | None  # one of VERDICTS; None where nothing was judged
+    next_horizon: int | None  # None after the last interval
+    reason: str  # the branch taken, in words
     residual_drift: float | None = None
     residual_coherence: float | None = None
     z: float | None = None
 
 
-Preview = Callable[[int], tuple[int, float]]
-"""Horizon -> (executable steps, exposure) from the scheduler position where the next interval
-starts.
-"""
+Preview = Callable[[int], tuple[int, float]]  # horizon -> (steps, exposure) of the next interval
 
 
-def residuals(profile: Profile, observation: Observation) -> tuple[float, float]:
+def level(observation: Observation) -> Pair:
+    """An interval's statistics in log units, freed of how much local work it did; higher is worse.
+
+        (ln D_t - 2 ln Lambda_t,  -ln C_t)                                              A7, A8
+
+    Displacement grows with the exposure (C.2), energy with its square.
+    """
+    work = math.log(observation.exposure)
+    return math.log(observation.drift) - 2.0 * work, -math.log(observation.coherence)
+
+
+def residuals(reference: tuple[Pair, ...], observation: Observation) -> Pair:
     """Deviation from the accepted reference in log units; positive is worse.
 
         r_D = ln(D_t / D_ref) - 2 ln(Lambda_t / Lambda_ref)                             A.1, A7
         r_C = ln(C_ref / C_t)
 
-    Displacement grows with the exposure (C.2), energy with its square.
-
-    Args:
-        profile: the accepted reference.
-        observation: a finite interval.
-    Returns:
-        (r_D, r_C).
+    The reference is the mean level of its intervals, so D_ref and C_ref are geometric means. The
+    paper lets Lambda_ref follow the latest accepted interval; D_ref then moves by the same factor
+    squared (A8), and the two moves cancel in r_D: neither is kept.
     """
-    # Differences of logarithms: a quotient could overflow where each statistic is finite.
-    work = math.log(observation.exposure) - math.log(profile.exposure)
-    r_drift = math.log(observation.drift) - math.log(profile.drift) - 2.0 * work
-    return r_drift, math.log(profile.coherence) - math.log(observation.coherence)
+    now = level(observation)
+    drift, coherence = (
+        value - statistics.fmean(family)
+        for value, family in zip(now, zip(*reference, strict=True), strict=True)
+    )
+    return drift, coherence
 
 
-def robust_z(residual: float, history: tuple[float, ...]) -> float:
-    """Distance of a residual from the history's centre in robust sigmas.
+def centre_and_scale(history: Iterable[float]) -> Pair:
+    """Robust centre and sigma of one family's earlier residuals, at least one.
 
-        centre = median(history);  scale = max(0.10, 1.4826 median |r - centre|)        A.1, A10
-        z = (r - centre) / scale
+    centre = median(history);  scale = max(0.10, 1.4826 median |r - centre|)        A.1, A10
+    """
+    history = tuple(history)
+    # statistics.median averages the two middle values; torch.median would take the lower one.
+    centre = statistics.median(history)
+    spread = statistics.median(abs(value - centre) for value in history)
+    return centre, max(SCALE_FLOOR, MAD_TO_SIGMA * spread)
 
-    Args:
-        residual: r, log units.
-        history: at least one earlier residual of the same family.
-    Returns:
-        z; positive is worse.
+
+def robust_z(residual: float, history: Iterable[float]) -> float:
+    """Distance of a residual from the history's centre in robust sigmas; positive is worse (A.1).
 
     >>> round(robust_z(0.5, (0.0, 0.1, 0.2, 0.4)), 5)
     2.36072
     """
-    # statistics.median averages the two middle values; torch.median would take the lower one.
-    centre = statistics.median(history)
-    spread = statistics.median(abs(value - centre) for value in history)
-    return (residual - centre) / max(SCALE_FLOOR, MAD_TO_SIGMA * spread)
+    centre, scale = centre_and_scale(history)
+    return (residual - centre) / scale
 
 
 def judge(z: float) -> str:
-    """Verdict of a z score (A11): severe from 6, moderate from 3, consistent above 1, else
-    supports.
+    """Verdict of a z score (A11).
 
     >>> [judge(z) for z in (6.0, 5.9, 3.0, 2.9, 1.0)]
     ['severe', 'moderate', 'moderate', 'consistent', 'supports']
@@ -498,242 +376,182 @@ def reduced_horizon(rules: Rules, horizon: int, *, severe: bool) -> int:
     """The largest admissible horizon not above h/1.50 (severe) or h/1.20 (moderate), at least H_min
     (A.3, A12).
 
-    Integer arithmetic: h/1.50 = 2h/3 and h/1.20 = 5h/6, so no quotient falls below its multiple by
+    In integers: h/1.50 = 2h/3 and h/1.20 = 5h/6, so no quotient falls below its multiple by
     rounding.
 
-    >>> rules = Rules(50_000, 4e-4, 0, 500, 350, 750, 50, 0.9)
+    >>> rules = Rules(50_000, 4e-4, 0, 500)
     >>> [reduced_horizon(rules, h, severe=False) for h in (500, 600, 350)]
     [400, 500, 350]
     >>> [reduced_horizon(rules, h, severe=True) for h in (750, 600, 500)]
     [500, 400, 350]
     """
     numerator, denominator = (2, 3) if severe else (5, 6)
-    multiples = numerator * horizon // (denominator * rules.granularity)
-    return max(rules.min_horizon, multiples * rules.granularity)
+    multiples = numerator * horizon // (denominator * rules.ladder.step)
+    return max(rules.ladder.start, multiples * rules.ladder.step)
+
+
+def candidates(
+    rules: Rules, state: Controller, observed: float, preview: Preview, left: int
+) -> list[tuple[int, int, float, str]]:
+    """Horizons above the accepted one: (horizon, its steps, its exposure, why not or "") (A.2).
+
+    Admissible is what lies below an active bound, maps to more steps than the accepted horizon and
+    to no more than are `left`, and previews at most 1.15 x the exposure `observed` in the interval
+    just completed.
+    """
+    cap = EXPOSURE_CAP * (1.0 + 1e-9) * observed  # in floats 1.15 * 100 < 115
+    fewest, found = preview(state.accepted)[0], []
+    for horizon in rules.ladder:
+        if horizon > state.accepted:
+            steps, previewed = preview(horizon)
+            why = ""
+            if state.bound and horizon >= state.bound[0]:
+                why = f"not below the rejected {state.bound[0]}"
+            elif steps <= fewest:
+                why = "no more steps than the accepted horizon"
+            elif steps > left:
+                why = f"only {left} steps are left"
+            elif previewed > cap:
+                why = "exposure above the cap"
+            found.append((horizon, steps, previewed, why))
+    return found
 
 
 def propose(
-    rules: Rules, state: Controller, observed: float, preview: Preview, steps_left: int
+    rules: Rules, state: Controller, observed: float, preview: Preview, left: int
 ) -> tuple[Controller, str]:
     """Choose the next interval's horizon after one that does not deviate (A.2).
 
     A rejected bound retires when the preview of its horizon is <= 0.90 of its recorded exposure.
-    The candidate is the longest admissible horizon above the accepted one that fits in the run and
-    whose previewed exposure is <= 1.15 x the exposure measured in the interval just completed;
-    while a bound is active, the one strictly between accepted and bound that is nearest to their
-    geometric midpoint, within the same cap (A21).
-
-    Args:
-        rules: the run's constants.
-        state: a `monitor` state.
-        observed: measured exposure of the interval just completed.
-        preview: from the next interval's start.
-        steps_left: steps of the run from there.
-    Returns:
-        The state with the next horizon, and the branch in words.
+    The candidate is the longest admissible horizon; below an active bound the one nearest to the
+    geometric midpoint of accepted horizon and bound, within the same cap (A21).
     """
     words = ""
-    if state.bound is not None and preview(state.bound[0])[1] <= BOUND_RETIRES * state.bound[1]:
+    if state.bound and preview(state.bound[0])[1] <= BOUND_RETIRES * state.bound[1]:
         words = f"bound {state.bound[0]} retired; "
         state = replace(state, bound=None)
-    above = rules.max_horizon + 1 if state.bound is None else state.bound[0]
-    accepted_steps = preview(state.accepted)[0]
-    cap = EXPOSURE_CAP * (1.0 + 1e-9) * observed  # in floats 1.15 * 100 < 115
-    admissible = []
-    for horizon in range(state.accepted + rules.granularity, above, rules.granularity):
-        steps, previewed = preview(horizon)
-        if accepted_steps < steps <= steps_left and previewed <= cap:
-            admissible.append(horizon)
+    found = candidates(rules, state, observed, preview, left)
+    admissible = [horizon for horizon, _, _, why in found if not why]
     if not admissible:
         return state, f"{words}no longer horizon is admissible, stay at {state.accepted}"
-    if state.bound is None:
-        chosen = admissible[-1]
-    else:
+    chosen = admissible[-1]
+    if state.bound:
         midpoint = math.sqrt(state.accepted * state.bound[0])
         chosen = min(admissible, key=lambda horizon: abs(horizon - midpoint))
         words += f"below bound {state.bound[0]}: "
-    return replace(state, phase="candidate", horizon=chosen, seen=0), f"{words}try {chosen}"
+    return replace(state, horizon=chosen), f"{words}try {chosen}"
 
 
-def _re_estimate(state: Controller, horizon: int, nonfinite: bool = False) -> Controller:
-    """Accept `horizon` and estimate its profile anew, with empty histories (A.3, A9)."""
-    return Controller(
-        "reference", horizon, horizon, initial=False, nonfinite=nonfinite, bound=state.bound
-    )
+def _estimate_anew(state: Controller, horizon: int, nonfinite: bool = False) -> Controller:
+    """Accept `horizon`; estimate reference and history again (A.3, A9). A bound stays."""
+    queue = ("reference",) + ("variability",) * VARIABILITY_INTERVALS
+    return Controller(horizon, horizon, queue, nonfinite=nonfinite, bound=state.bound)
 
 
-def _reduce_nonfinite(rules: Rules, state: Controller) -> tuple[Controller, str]:
-    """Non-finite statistics: reduce by 1.50; a second time in a row, down to H_min (A.2, A13)."""
-    if state.nonfinite:
-        horizon, words = rules.min_horizon, "non-finite again, fall back to"
-    else:
-        horizon = reduced_horizon(rules, state.accepted, severe=True)
-        words = "non-finite, reduce by 1.50 to"
-    return _re_estimate(state, horizon, nonfinite=True), f"{words} {horizon}"
+def _reduce(rules: Rules, state: Controller, verdict: str) -> tuple[Controller, str]:
+    """Shorten the accepted horizon (A.2, A.3); non-finite twice in a row falls to H_min (A13)."""
+    again = verdict == "nonfinite" and state.nonfinite
+    shorter = reduced_horizon(rules, state.accepted, severe=verdict != "moderate")
+    horizon = rules.ladder.start if again else shorter
+    words = {
+        "moderate": "second moderate, reduce by 1.20 to",
+        "severe": "severe deviation, reduce by 1.50 to",
+        "nonfinite": "non-finite, reduce by 1.50 to",
+    }[verdict]
+    words = "non-finite again, fall back to" if again else words
+    return _estimate_anew(state, horizon, verdict == "nonfinite"), f"{words} {horizon}"
 
 
-def _take_in(
-    state: Controller, observation: Observation, r_drift: float, r_coherence: float
-) -> Controller:
-    """Let a normal interval into the histories and move the reference to its exposure (A.1)."""
-    assert state.profile is not None
-    return replace(
-        state,
-        profile=state.profile.moved(observation.exposure),
-        drift_history=(*state.drift_history, r_drift)[-HISTORY:],
-        coherence_history=(*state.coherence_history, r_coherence)[-HISTORY:],
-        moderate=False,
-    )
-
-
-def _estimate(observations: tuple[Observation, ...]) -> Profile:
-    """Geometric means of the reference intervals (A.1), moved to the last one's exposure (A8)."""
-    mean = Profile(
-        statistics.geometric_mean(o.drift for o in observations),
-        statistics.geometric_mean(o.coherence for o in observations),
-        statistics.geometric_mean(o.exposure for o in observations),
-    )
-    return mean.moved(observations[-1].exposure)
+def _normal(state: Controller, pair: Pair) -> Controller:
+    """A normal interval enters the history (A.1)."""
+    return replace(state, history=(*state.history, pair)[-HISTORY:], moderate=False)
 
 
 def decide(
     rules: Rules,
     state: Controller,
+    planned: Plan,
     observation: Observation,
     preview: Preview,
-    steps_left: int,
+    left: int,
     verdict: str | None = None,
 ) -> tuple[Controller, Decision]:
-    """One completed interval in, the next horizon out: the interval controller (3.1, A.1, A.2,
-    A.3).
+    """One completed interval in, the next horizon out: the interval controller (3.1, A.1 to A.3).
 
-    Args:
-        rules: the run's constants.
-        state: before the interval's statistics are read.
-        observation: the completed interval.
-        preview: horizon -> (steps, exposure) from the end of the interval.
-        steps_left: steps of the run from there; at 0 nothing is decided.
-        verdict: replaces the judgement of this interval, for "what if" questions.
-    Returns:
-        The state after, and the decision with its branch in words.
+    `preview` looks ahead from the interval's end, where `left` steps of the run are left; at 0
+    nothing is decided. `verdict` replaces the judgement, for "what if" questions.
     """
     assert verdict is None or verdict in VERDICTS, f"unknown verdict {verdict}"
-    phase, finite = state.phase, observation.finite and verdict != "nonfinite"
-    r_drift = r_coherence = z = None
-    if finite and state.profile is not None:
-        r_drift, r_coherence = residuals(state.profile, observation)
-    if phase not in ("monitor", "candidate") or steps_left == 0:
+    phase, finite = planned.phase, observation.finite and verdict != "nonfinite"
+    pair, z = None, None
+    if finite and phase not in ("warmup", "reference"):
+        pair = residuals(state.reference, observation)
+    if phase not in ("monitor", "candidate") or left == 0:
         verdict = None
-    elif not finite:
+    elif pair is None:
         verdict = "nonfinite"
     else:
-        assert r_drift is not None and r_coherence is not None
-        z = max(
-            robust_z(r_drift, state.drift_history),
-            robust_z(r_coherence, state.coherence_history),
-        )
+        families = zip(pair, zip(*state.history, strict=True), strict=True)
+        z = max(robust_z(residual, family) for residual, family in families)
         verdict = verdict or judge(z)
 
-    if steps_left == 0:
+    if left == 0:
         words = "the run ends here, nothing to decide"
-    elif phase == "warmup":
-        state, words = _after_warmup(rules, state)
+    elif phase == "warmup":  # nothing is judged, and what is not finite is ignored
+        words = "the inner rate warms up"
     elif phase == "reference":
-        state, words = _after_reference(rules, state, observation, finite)
-    elif phase == "variability":
-        if finite:
-            assert r_drift is not None and r_coherence is not None
-            state = _take_in(state, observation, r_drift, r_coherence)
-            done = state.seen + 1
-            words = f"variability {done} of {VARIABILITY_INTERVALS}"
-            last = done == VARIABILITY_INTERVALS
-            state = replace(state, phase="monitor" if last else phase, seen=0 if last else done)
-        else:
-            state, words = _reduce_nonfinite(rules, state)
-    elif phase == "monitor":
-        state, words = _after_monitor(
-            rules, state, observation, verdict, r_drift, r_coherence, preview, steps_left
-        )
-    else:
+        state, words = _after_reference(rules, state, level(observation) if finite else None)
+    elif phase == "variability" and pair:
+        state = replace(_normal(state, pair), queue=state.queue[1:])
+        words = f"variability, {len(state.queue)} more to come"
+    elif phase == "candidate":
         state, words = _after_candidate(state, observation, verdict)
-    following = state.horizon if steps_left else None
-    return state, Decision(phase, verdict, following, words, r_drift, r_coherence, z)
+    elif not pair or verdict in ("nonfinite", "severe"):
+        state, words = _reduce(rules, state, verdict or "nonfinite")
+    elif verdict == "moderate" and state.moderate:  # A12: two in a row
+        state, words = _reduce(rules, state, verdict)
+    elif verdict == "moderate":
+        state, words = replace(state, moderate=True), f"first moderate, hold {state.accepted}"
+    else:
+        state = _normal(state, pair)
+        state, words = propose(rules, state, observation.exposure, preview, left)
+        words = f"{verdict}: {words}"
+    following = state.horizon if left else None
+    drift, coherence = pair or (None, None)
+    return state, Decision(verdict, following, words, drift, coherence, z)
 
 
-def _after_warmup(rules: Rules, state: Controller) -> tuple[Controller, str]:
-    """Nothing is judged while the inner rate warms up; non-finite statistics are ignored (A.1)."""
-    done, total = state.seen + 1, rules.warmup_intervals
-    phase = "reference" if done >= total else "warmup"
-    return replace(
-        state, phase=phase, seen=0 if done >= total else done
-    ), f"warm-up {done} of {total}"
-
-
-def _after_reference(
-    rules: Rules, state: Controller, observation: Observation, finite: bool
-) -> tuple[Controller, str]:
-    """Estimate the reference (A.1); only a re-estimate reduces on a non-finite interval (A.2)."""
-    if not finite and state.initial:
+def _after_reference(rules: Rules, state: Controller, now: Pair | None) -> tuple[Controller, str]:
+    """Take one interval into the reference (A.1). The run's first reference waits for finite ones;
+    a later one reduces (A.2).
+    """
+    if now is None and state.first:
         return state, "reference: non-finite, does not count"
-    if not finite:
-        return _reduce_nonfinite(rules, state)
-    pending = (*state.pending, observation)
-    needed = REFERENCE_INTERVALS if state.initial else 1
-    words = f"reference {len(pending)} of {needed}"
-    if len(pending) < needed:
-        return replace(state, pending=pending), words
-    profile = _estimate(pending)
-    return replace(state, phase="variability", profile=profile, pending=(), nonfinite=False), words
-
-
-def _after_monitor(
-    rules: Rules,
-    state: Controller,
-    observation: Observation,
-    verdict: str | None,
-    r_drift: float | None,
-    r_coherence: float | None,
-    preview: Preview,
-    steps_left: int,
-) -> tuple[Controller, str]:
-    """Monitor the accepted horizon: reduce, hold, or propose a longer one (A.2)."""
-    if verdict == "nonfinite":
-        return _reduce_nonfinite(rules, state)
-    if verdict == "severe":
-        horizon = reduced_horizon(rules, state.accepted, severe=True)
-        return _re_estimate(state, horizon), f"severe deviation, reduce by 1.50 to {horizon}"
-    if verdict == "moderate" and state.moderate:  # A12: two in a row
-        horizon = reduced_horizon(rules, state.accepted, severe=False)
-        return _re_estimate(state, horizon), f"second moderate, reduce by 1.20 to {horizon}"
-    if verdict == "moderate":
-        return replace(state, moderate=True), f"first moderate, hold {state.accepted}"
-    assert r_drift is not None and r_coherence is not None
-    state = _take_in(state, observation, r_drift, r_coherence)
-    state, words = propose(rules, state, observation.exposure, preview, steps_left)
-    return state, f"{verdict}: {words}"
+    if now is None:
+        return _reduce(rules, state, "nonfinite")
+    state = replace(state, reference=(*state.reference, now), queue=state.queue[1:])
+    more = state.queue.count("reference")
+    return replace(state, nonfinite=False), f"reference, {more} more to come"
 
 
 def _after_candidate(
     state: Controller, observation: Observation, verdict: str | None
 ) -> tuple[Controller, str]:
-    """Test a longer horizon against the accepted profile: adopt, confirm, or reject (A.2)."""
-    confirmed = state.seen == 1
-    if verdict == "supports" or (verdict == "consistent" and confirmed):
-        # The adopting interval itself initialises the new reference: only so is the remainder 250.
-        adopted = Controller(
-            "variability",
-            state.horizon,
-            state.horizon,
-            initial=False,
-            profile=_estimate((observation,)),
-            bound=state.bound,
-        )
-        return adopted, f"{verdict}: adopt {state.horizon}" + (", confirmed" if confirmed else "")
+    """Test a longer horizon against the accepted reference: adopt, confirm, or reject (A.2)."""
+    if verdict == "supports" or (verdict == "consistent" and state.confirming):
+        words = f"{verdict}: adopt {state.horizon}" + ", confirmed" * state.confirming
+        adopted = _estimate_anew(state, state.horizon)
+        # The adopting interval itself is the new reference: only so is the remainder 250.
+        now = (level(observation),)
+        return replace(adopted, reference=now, queue=adopted.queue[1:]), words
     if verdict == "consistent":
-        return replace(state, seen=1), f"consistent: one more interval at {state.horizon}"
-    bound = (state.horizon, observation.exposure)
-    back = _re_estimate(replace(state, bound=bound), state.accepted)
-    return back, f"{verdict}: reject {state.horizon}, return to {state.accepted}"
+        return replace(state, confirming=True), f"consistent: one more interval at {state.horizon}"
+    rejected = replace(state, bound=(state.horizon, observation.exposure))
+    words = f"{verdict}: reject {state.horizon}, return to {state.accepted}"
+    return _estimate_anew(rejected, state.accepted, verdict == "nonfinite"), words
+
+
+CONTROLLERS = {"autoloco": decide}  # by Rules.controller; a rule of your own is one more entry
 
 
 # ---------------------------------------------------------------- one interval (B.5)
@@ -741,157 +559,118 @@ def _after_candidate(
 
 @dataclass(frozen=True)
 class State:
-    """Everything that the plan of the next interval depends on: scheduler position, mapper,
-    controller.
-    """
+    """Everything that the plan of the next interval depends on."""
 
-    step: int
-    interval: int
+    step: int  # scheduler position
+    interval: int  # completed intervals
     mapper: Mapper
     controller: Controller
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One interval before it runs: how long, and how its outer update is corrected (B.5, first
-    half).
+    """One interval before it runs: how long, and how its outer update is corrected (B.5)."""
 
-    Args:
-        interval: t, from 1.
-        step: s_t, scheduler position of its first step.
-        steps: H_t, executed local steps.
-        horizon: h, token-equivalent; for fixed schedules the steps themselves.
-        accepted: the accepted horizon at this time.
-        base_exposure: Lambda(s_t, H_base_t), the scheduler-aligned comparator.
-        interval_ratio: rho_t.
-        divisor: of the mean pseudo-gradient (B.3); 1 without normalisation.
-        momentum: mu_t.
-        step_scale: kappa_t.
-    """
-
-    interval: int
-    step: int
-    steps: int
-    horizon: int
-    accepted: int
-    base_exposure: float
-    interval_ratio: float
-    divisor: float
-    momentum: float
-    step_scale: float
-
-
-def state_from_dict(values: Mapping[str, Any]) -> State:
-    """Inverse of `dataclasses.asdict` on a State that went through JSON.
-
-    Args:
-        values: the dictionary.
-    Returns:
-        The state, equal to the saved one.
-    """
-    mapper, controller = dict(values["mapper"]), dict(values["controller"])
-    mapper["counts"] = tuple(mapper["counts"])
-    controller["pending"] = tuple(Observation(**each) for each in controller["pending"])
-    if controller["profile"] is not None:
-        controller["profile"] = Profile(**controller["profile"])
-    for name in ("drift_history", "coherence_history", "bound"):
-        if controller[name] is not None:
-            controller[name] = tuple(controller[name])
-    return State(values["step"], values["interval"], Mapper(**mapper), Controller(**controller))
+    interval: int  # t, from 1
+    step: int  # s_t, scheduler position of its first step
+    steps: int  # H_t
+    horizon: int  # h; for fixed schedules the steps themselves
+    accepted: int  # the accepted horizon at this time
+    phase: str  # warmup, reference, variability, monitor, candidate; fixed without a controller
+    base_exposure: float  # Lambda(s_t, H_base_t), the scheduler-aligned comparator
+    interval_ratio: float  # rho_t
+    divisor: float  # of the mean pseudo-gradient (B.3); 1 without normalisation
+    momentum: float  # mu_t
+    step_scale: float  # kappa_t
 
 
 def start(rules: Rules) -> State:
     """The state before the first interval."""
-    phase = "warmup" if rules.warmup_intervals else "reference"
-    horizon = rules.base_horizon
-    return State(0, 0, Mapper(), Controller(phase, horizon, horizon))
+    queue = ("reference",) * REFERENCE_INTERVALS + ("variability",) * VARIABILITY_INTERVALS
+    controller = Controller(rules.base_horizon, rules.base_horizon, queue, first=True)
+    return State(0, 0, Mapper(), controller)
+
+
+def phase_of(rules: Rules, state: State) -> str:
+    """The phase of the next interval; what starts inside the warm-up is not judged (A.1)."""
+    controller = state.controller
+    if rules.sequence is not None:
+        return "fixed"
+    if state.step < rules.warmup:
+        return "warmup"
+    waiting = "monitor" if controller.horizon == controller.accepted else "candidate"
+    return controller.queue[0] if controller.queue else waiting
 
 
 def plan(rules: Rules, state: State) -> Plan:
     """Before an interval (B.5): map the horizon to steps, set the outer correction (B.2 to B.4).
 
-    Args:
-        rules: the run's constants.
-        state: before the interval; at least one step is left.
-    Returns:
-        The interval's plan. At rho_t = 1 it is DiLoCo's: divisor 1, mu_0, kappa 1 (D.2).
+    At rho_t = 1 the correction is DiLoCo's: divisor 1, mu_0, kappa 1 (D.2).
     """
     left = rules.steps - state.step
     assert left > 0, "the run is over"
+    horizon, accepted = state.controller.horizon, state.controller.accepted
+    steps = min(map_horizon(rules, state.mapper, horizon), left)
     if rules.sequence is not None:
-        steps = rules.sequence[state.interval]
-        horizon, accepted, base_steps = steps, steps, rules.base_horizon
-        if rules.corrected:  # the comparator is the base token interval
-            base_steps = map_horizon(rules, state.mapper, rules.base_horizon)
-    else:
-        horizon, accepted = state.controller.horizon, state.controller.accepted
-        steps = min(map_horizon(rules, state.mapper, horizon), left)
-        base_steps = map_horizon(rules, state.mapper, rules.base_horizon)
+        steps = horizon = accepted = rules.sequence[state.interval]
+    base_steps = map_horizon(rules, state.mapper, rules.base_horizon)
     base = exposure(rules, state.step, base_steps)
     ratio = interval_ratio(exposure(rules, state.step, steps), base)
-    mu = rules.outer_momentum
+    mu_0 = mu = rules.outer_momentum
     if rules.adjust_momentum:
-        mu = momentum_retention(rules.outer_momentum, ratio)
+        mu = momentum_retention(mu_0, ratio)
+    scale = step_scale(mu, mu_0, ratio, rules.max_step_scale) if rules.scale_step else 1.0
     return Plan(
         interval=state.interval + 1,
         step=state.step,
         steps=steps,
         horizon=horizon,
         accepted=accepted,
+        phase=phase_of(rules, state),
         base_exposure=base,
         interval_ratio=ratio,
         divisor=normaliser(ratio) if rules.normalise else 1.0,
         momentum=mu,
-        step_scale=step_scale(mu, rules.outer_momentum) if rules.scale_step else 1.0,
+        step_scale=scale,
     )
+
+
+def ahead(rules: Rules, mapper: Mapper, step: int) -> Preview:
+    """Preview from the scheduler position `step`: horizon -> (steps, exposure)."""
+
+    def preview(horizon: int) -> tuple[int, float]:
+        steps = map_horizon(rules, mapper, horizon)
+        return steps, exposure(rules, step, steps)
+
+    return preview
 
 
 def complete(
     rules: Rules, state: State, planned: Plan, observation: Observation, verdict: str | None = None
 ) -> tuple[State, Decision]:
     """Take in the completed interval: mapper first, then the controller chooses the next horizon
-    (A.3, B.5).
-
-    Args:
-        rules: the run's constants.
-        state: the state that `planned` was made from.
-        planned: the executed interval.
-        observation: what it measured.
-        verdict: replaces the controller's judgement, for "what if" questions.
-    Returns:
-        The state of the next interval, and the decision.
+    (A.3, B.5). `verdict` replaces the controller's judgement, for "what if" questions.
     """
     step = planned.step + planned.steps
     mapper = update_mapper(rules, state.mapper, planned.horizon, planned.steps, observation.tokens)
+    left, controller = rules.steps - step, state.controller
     if rules.sequence is not None:
-        following = rules.sequence[planned.interval] if step < rules.steps else None
-        decision = Decision("fixed", None, following, "fixed schedule")
-        return State(step, planned.interval, mapper, state.controller), decision
-
-    def preview(horizon: int) -> tuple[int, float]:
-        steps = map_horizon(rules, mapper, horizon)
-        return steps, exposure(rules, step, steps)
-
-    controller, decision = decide(
-        rules, state.controller, observation, preview, rules.steps - step, verdict
-    )
+        following = rules.sequence[planned.interval] if left else None
+        decision = Decision(None, following, "fixed schedule")
+    else:
+        rule, preview = CONTROLLERS[rules.controller], ahead(rules, mapper, step)
+        controller, decision = rule(rules, controller, planned, observation, preview, left, verdict)
     return State(step, planned.interval, mapper, controller), decision
 
 
 def simulate(
     rules: Rules, verdicts: Mapping[int, str] | None = None
 ) -> Iterator[tuple[Plan, Decision]]:
-    """Walk through a run in which every interval shows normal statistics: the schedule that a dry
-    run prints.
+    """A run in which every interval shows normal statistics: the schedule that a dry run prints.
 
-    Drift goes with the square of the exposure and coherence and token density stay constant, so
-    every residual is 0 and every judged interval supports an increase.
-
-    Args:
-        rules: the run's constants.
-        verdicts: interval (from 1) -> verdict that replaces the judgement of that interval.
-    Yields:
-        The plan and the decision of each interval.
+    Drift goes with the square of the exposure, coherence and token density stay constant, so every
+    residual is 0 and every judged interval supports an increase; `verdicts` (interval -> verdict)
+    replaces judgements.
     """
     state = start(rules)
     while state.step < rules.steps:
@@ -906,80 +685,46 @@ def simulate(
 # ---------------------------------------------------------------- the log of a run, and its replay
 
 
-def rules_from_dict(values: Mapping[str, Any]) -> Rules:
-    """Rules from the header line of `intervals.jsonl`.
-
-    Args:
-        values: the header's `rules` object.
-    Returns:
-        The run's constants.
-    Raises:
-        ValueError: a missing, unknown or impossible value.
+def header(rules: Rules, **about: Any) -> dict[str, Any]:
+    """First line of `intervals.jsonl`: all that a replay needs, the controller's own constants
+    included, so that a log that was written under other thresholds is not called wrong.
     """
-    known = {field.name for field in fields(Rules)}
-    if set(values) != known:
-        raise ValueError(f"rules: exactly {', '.join(sorted(known))} are needed")
-    try:
-        sequence = None if values["sequence"] is None else tuple(values["sequence"])
-        return Rules(**{**values, "sequence": sequence})
-    except TypeError as error:
-        raise ValueError(f"rules: a value of the wrong type ({error})") from None
+    return about | {"rules": asdict(rules), "constants": CONSTANTS}
 
 
 def record(
     planned: Plan, observation: Observation, mapper: Mapper, decision: Decision
 ) -> dict[str, Any]:
-    """The scalars of one interval as a log line holds them: read by the controller, decided,
-    corrected.
-
-    Args:
-        planned: the plan.
-        observation: the measurement; a non-finite number is null, with `finite` false.
-        mapper: after the interval.
-        decision: the decision.
-    Returns:
-        A JSON-ready dictionary, the log's columns in order.
+    """One interval as a log line holds it: planned, measured, decided. A measurement that is not
+    finite is null, with `finite` false.
     """
     measured = {
         name: value if math.isfinite(value) else None for name, value in asdict(observation).items()
     }
-    return {
-        "interval": planned.interval,
-        "step": planned.step + planned.steps,  # completed steps
-        "steps": planned.steps,
-        "horizon": planned.horizon,
-        "accepted": planned.accepted,
-        "phase": decision.phase,
-        "verdict": decision.verdict,
-        "next_horizon": decision.next_horizon,
-        "reason": decision.reason,
-        "drift": measured["drift"],
-        "coherence": measured["coherence"],
-        "exposure": measured["exposure"],
-        "base_exposure": planned.base_exposure,
-        "tokens": observation.tokens,
-        "tokens_per_step": mapper.tokens_per_step,
-        "residual_drift": decision.residual_drift,
-        "residual_coherence": decision.residual_coherence,
-        "z": decision.z,
-        "interval_ratio": planned.interval_ratio,
-        "momentum": planned.momentum,
-        "step_scale": planned.step_scale,
-        "finite": observation.finite,
-    }
+    ended = {"step": planned.step + planned.steps}  # completed steps
+    more = {"tokens_per_step": mapper.tokens_per_step, "finite": observation.finite}
+    return asdict(planned) | ended | asdict(decision) | measured | more
 
 
-def header(rules: Rules, **about: Any) -> dict[str, Any]:
-    """First line of `intervals.jsonl`: all that a replay needs.
-
-    Args:
-        rules: the run's constants.
-        **about: recipe, method and what else identifies the run.
-    Returns:
-        A JSON-ready dictionary; with the controller's own constants, so that a log that was written
-        under other thresholds is not called wrong.
+def rules_from_header(values: Mapping[str, Any]) -> Rules:
+    """Rules of a log's header. A field that it lacks takes its default; ValueError says why a log
+    cannot be replayed by these rules.
     """
-    return about | {"rules": asdict(rules), "constants": CONSTANTS}
+    written, constants = values.get("rules"), values.get("constants", {})
+    if not isinstance(written, dict) or not isinstance(constants, dict):
+        raise ValueError("no header with the run's rules")
+    if unknown := set(written) - {field.name for field in fields(Rules)}:
+        raise ValueError(f"rules has an unknown {min(unknown)}")
+    if "MAX_STEP_SCALE" in constants:
+        raise ValueError("written when kappa (B.4) did not yet hold rho; train again to compare")
+    for name, value in constants.items():
+        if name in CONSTANTS and CONSTANTS[name] != value:
+            raise ValueError(f"written with {name} {value}; it is {CONSTANTS[name]} now")
+    sequence = written.get("sequence")
+    try:
+        return Rules(**{**written, "sequence": None if sequence is None else tuple(sequence)})
+    except TypeError as error:
+        raise ValueError(f"rules: a missing value, or one of the wrong type ({error})") from None
 
 
 def _same(logged: Any, expected: Any) -> bool:
@@ -989,22 +734,31 @@ def _same(logged: Any, expected: Any) -> bool:
     return bool(logged == expected)
 
 
-def replay(rules: Rules, records: Iterable[Mapping[str, Any]]) -> State:
+@dataclass(frozen=True)
+class Replayed:
+    """One interval of a log, taken again."""
+
+    rules: Rules
+    before: State
+    planned: Plan
+    observation: Observation
+    after: State
+    decision: Decision
+
+
+def replay(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> Iterator[Replayed]:
     """Take every decision of a recorded run again, from the logged measurements alone.
 
-    Args:
-        rules: from the first line of `intervals.jsonl`.
-        records: the following lines.
-    Returns:
-        The state after the last record.
-    Raises:
-        ValueError: at the first line whose plan or decision differs, saying how; or a damaged line.
+    A row with `rules` replaces them from there on (a run that was extended). ValueError at the
+    first row whose plan or decision differs, saying how, or that is damaged.
     """
-    state, count = start(rules), 0
-    for logged in records:
-        where = f"line {count + 2}"
+    state = start(rules)
+    for line, logged in enumerate(rows, 2):
+        if "rules" in logged:
+            rules = rules_from_header(logged)
+            continue
         if state.step >= rules.steps:
-            raise ValueError(f"{where}: the run was over at step {rules.steps}")
+            raise ValueError(f"line {line}: the run was over at step {rules.steps}")
         try:
             drift, coherence, work = (
                 math.nan if logged[name] is None else float(logged[name])
@@ -1014,31 +768,34 @@ def replay(rules: Rules, records: Iterable[Mapping[str, Any]]) -> State:
             if observation.tokens < 1:
                 raise ValueError("no tokens")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: damaged measurement ({error})") from None
+            raise ValueError(f"line {line}: damaged measurement ({error})") from None
         planned = plan(rules, state)
-        state, decision = complete(rules, state, planned, observation)
-        expected = record(planned, observation, state.mapper, decision)
+        after, decision = complete(rules, state, planned, observation)
+        expected = record(planned, observation, after.mapper, decision)
         if expected["exposure"] is not None:
             expected["exposure"] = exposure(rules, planned.step, planned.steps)
         for name, value in expected.items():
             if name not in logged or not _same(logged[name], value):
                 raise ValueError(
-                    f"{where}: interval {planned.interval}: {name} is {logged.get(name)!r} "
+                    f"line {line}: interval {planned.interval}: {name} is {logged.get(name)!r} "
                     f"in the log, the rule gives {value!r}"
                 )
-        count += 1
+        yield Replayed(rules, state, planned, observation, after, decision)
+        state = after
+
+
+def last_state(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> State:
+    """The state after a log: decisions are a function of it, so nothing else need be saved."""
+    state = start(rules)
+    for one in replay(rules, rows):
+        state = one.after
     return state
 
 
 def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
-    """Read a JSON-lines log with a header.
+    """Rules, rows, and a warning if a torn last line was dropped, of an `intervals.jsonl`.
 
-    Args:
-        path: an `intervals.jsonl`.
-    Returns:
-        The run's rules, the records, and a warning if a torn last line was dropped.
-    Raises:
-        ValueError: no file, or a damaged line; the message names the file and the line.
+    ValueError names the file, and the line if one is damaged.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -1046,49 +803,111 @@ def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     torn = lines.pop()  # a complete file ends with a newline
-    warning = f"{path}: the torn last line was dropped" if torn else None
+    warning = f"{path}: the torn last line is dropped" if torn else None
     values = []
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-        except ValueError:
+            values.append(json.loads(line))
+        except (ValueError, RecursionError):
             raise ValueError(f"{path}: line {number} is not JSON") from None
-        if not isinstance(value, dict):
+        if not isinstance(values[-1], dict):
             raise ValueError(f"{path}: line {number} is not a JSON object")
-        values.append(value)
-    if not values or not isinstance(values[0].get("rules"), dict):
-        raise ValueError(f"{path}: line 1 is no header with the run's rules")
-    for name, value in CONSTANTS.items():
-        if values[0].get("constants", {}).get(name) != value:
-            raise ValueError(f"{path}: line 1: written with another {name} than {value}")
     try:
-        rules = rules_from_dict(values[0]["rules"])
+        rules = rules_from_header(values[0] if values else {})
     except ValueError as error:
         raise ValueError(f"{path}: line 1: {error}") from None
     return rules, values[1:], warning
 
 
+# ---------------------------------------------------------------- why this horizon
+
+
+def explain(one: Replayed) -> str:
+    """Why the controller chose the next horizon, and what the outer step did, with the numbers."""
+    p, o, d, c = one.planned, one.observation, one.decision, one.before.controller
+    lines = [
+        f"interval {p.interval}: steps {p.step + 1} to {p.step + p.steps}, phase {p.phase}",
+        f"  horizon       {p.horizon} (accepted {p.accepted}), executed as {p.steps} steps",
+        f"  measured      drift D {o.drift:.6g}, coherence C {o.coherence:.4f}, "
+        f"exposure {o.exposure:.6g}, {o.tokens:,} tokens",
+    ]
+    if d.residual_drift is not None and d.residual_coherence is not None:
+        lines.append(
+            f"  residuals     drift {d.residual_drift:+.4f}, coherence {d.residual_coherence:+.4f}: "
+            f"log distance from {len(c.reference)} reference interval(s), positive is worse"
+        )
+    if d.z is not None:
+        for name, residual, family in zip(
+            ("drift", "coherence"), (d.residual_drift, d.residual_coherence),
+            zip(*c.history, strict=True), strict=True,
+        ):  # fmt: skip
+            centre, scale = centre_and_scale(family)
+            lines.append(
+                f"  z, {name:11}({residual:+.4f} - centre {centre:+.4f}) / scale {scale:.4f} "
+                f"= {robust_z(residual or 0.0, family):+.2f}, over {len(family)} intervals"
+            )
+        lines.append(
+            f"  z             {d.z:+.2f}, the worse of the two: {d.verdict} "
+            f"(up to {SUPPORTS:g} supports, below {MODERATE:g} consistent, "
+            f"below {SEVERE:g} moderate, else severe)"
+        )
+    elif d.verdict:
+        lines.append(f"  verdict       {d.verdict}: a statistic is not finite and above 0")
+    if c.bound:
+        lines.append(f"  bound         {c.bound[0]} was rejected at exposure {c.bound[1]:.6g}")
+    if p.phase == "monitor" and d.verdict in ("supports", "consistent"):
+        preview = ahead(one.rules, one.after.mapper, one.after.step)
+        left = one.rules.steps - one.after.step
+        still = replace(one.before.controller, bound=one.after.controller.bound)
+        cap = EXPOSURE_CAP * o.exposure
+        lines.append(f"  cap           {EXPOSURE_CAP} x {o.exposure:.6g} = {cap:.6g} of exposure")
+        for horizon, steps, work, why in candidates(one.rules, still, o.exposure, preview, left):
+            chosen = "chosen" if horizon == d.next_horizon else "admissible"
+            lines.append(f"  candidate     {horizon}: {steps} steps, {work:.6g}: {why or chosen}")
+    free = step_scale(p.momentum, one.rules.outer_momentum, p.interval_ratio, math.inf)
+    kappa = f"kappa {p.step_scale:.6g}"
+    if one.rules.scale_step:
+        held = "bounded at" if free > one.rules.max_step_scale else "below its bound of"
+        kappa += f" ({free:.6g}, {held} {one.rules.max_step_scale:g})"
+    lines.append(f"  outer step    rho {p.interval_ratio:.6g}, mu {p.momentum:.6g}, {kappa}")
+    following = f"next horizon {d.next_horizon}" if d.next_horizon else "no interval follows"
+    return "\n".join([*lines, f"  decision      {d.reason}; {following}"])
+
+
 def main(argv: list[str]) -> int:
-    """Replay a log: exit 0 and a count, 1 at the first difference, 2 on misuse."""
-    if len(argv) != 2 or argv[0] != "replay":
-        print("usage: python autoloco.py replay RUN/intervals.jsonl", file=sys.stderr)
+    """`replay LOG` or `explain LOG [INTERVAL]`: exit 0, 1 where the log and the rules differ, 2 on
+    misuse.
+    """
+    command, path, wanted = (*argv, "", "", "")[:3]
+    if command not in ("replay", "explain") or not path or len(argv) > 2 + (command == "explain"):
+        print(f"usage: python autoloco.py replay {(log := 'RUN/intervals.jsonl')}", file=sys.stderr)
+        print(f"       python autoloco.py explain {log} [INTERVAL]", file=sys.stderr)
         return 2
     try:
-        rules, records, warning = read_log(argv[1])
+        rules, rows, warning = read_log(path)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if warning:
         print(warning, file=sys.stderr)
+    taken: list[Replayed] = []
     try:
-        state = replay(rules, records)
+        taken.extend(replay(rules, rows))
     except ValueError as error:
-        print(f"{argv[1]}: {error}", file=sys.stderr)
+        print(f"{path}: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{state.interval} intervals replayed up to step {state.step} of {rules.steps}, "
-        "every decision is the rule's"
-    )
+    if command == "replay":
+        done = taken[-1].after if taken else start(rules)
+        print(
+            f"{done.interval} intervals replayed up to step {done.step} of "
+            f"{taken[-1].rules.steps if taken else rules.steps}, every decision is the rule's"
+        )
+        return 0
+    shown = [one for one in taken if wanted in ("", str(one.planned.interval))]
+    if not shown:
+        print(f"{path}: interval {wanted or 1} is not in this log", file=sys.stderr)
+        return 2
+    print("\n\n".join(map(explain, shown)))
     return 0
 
 

@@ -1,11 +1,11 @@
 """Documents, tokenizers and batches: a batch is a pure function of (seed, worker, step).
 
 Reading order: `Batch`, `Source.batch`, the two ways in which documents are dealt to workers
-(`Indexed`: all are in memory; `Streamed`: shards are read in order), then where they come from.
-
-Symbols (README has all): K workers, worker k, step s; B = batch_size, documents a worker and step;
-T = seq_len, tokens. Documents are truncated or padded to T and never packed (E.1); padding counts
-neither in the loss nor in `Batch.tokens`. Nothing here touches a global random generator.
+(`Indexed`: any of them at any time; `Streamed`: shards are read in order), then tokenizers, files,
+and the built-in corpus. Symbols (README has all): K workers, worker k, step s; B = batch_size,
+documents a worker and step; T = seq_len, tokens. Documents are truncated or padded to T and never
+packed (E.1); padding counts neither in the loss nor in `Batch.tokens`. Nothing here touches a
+global random generator.
 """
 
 import ast
@@ -16,16 +16,18 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import mmap
+import operator
 import os
 import platform
 import re
+import sys
 import tempfile
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,23 +37,25 @@ import tiktoken
 import torch
 from torch import Tensor
 
-IGNORE = -100  # target of a position that predicts nothing
-NAMED = {"docstrings": False, "c4": False, "doctests": True, "ultrachat": True}  # is it chat?
-HOLD_OUT = 20  # without validation files, lines 1, 21, 41, ... of local files are validation
+from model import IGNORE
 
+NAMED = {"docstrings": False, "c4": False, "doctests": True, "ultrachat": True}  # is it chat?
+HUB = {"c4": "allenai/c4", "ultrachat": "HuggingFaceH4/ultrachat_200k"}
+HOLD_OUT = 20  # without validation files, rows 1, 21, 41, ... of local files are validation
+SAMPLE = 256  # documents from which the share of the text that is read is estimated
+
+Facts = dict[str, Any]  # JSON-ready
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
 
 
 class Batch(NamedTuple):
     """B documents as the model reads them.
 
-    Attributes:
-        inputs: (B, T) int64, a document's first T tokens, padded on the right with the end token.
-        targets: (B, T) int64, the token after each input; `IGNORE` where there is nothing to
-            predict (padding, a document's last token, in chat all that is not the assistant's).
-        tokens: Non-padding positions of `inputs` that have a successor, the user's included. The
-            sum over workers is what the token mapper counts (A.3).
-        ids: "FILE:LINE" of each document.
+    `inputs` (B, T) int64: a document's first T tokens, padded on the right with the end token.
+    `targets` (B, T) int64: the token after each input; `IGNORE` where there is nothing to predict
+    (padding, a document's last token, in chat all that is not the assistant's). `tokens`:
+    non-padding positions of `inputs` that have a successor, the user's included; their sum over
+    workers is what the token mapper counts (A.3). `ids`: "FILE:LINE" of each document.
     """
 
     inputs: Tensor
@@ -61,123 +65,105 @@ class Batch(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text or a conversation; `url` orders `--partition module` and may be empty."""
+    """A text, a conversation, or a text's piece as token ids; `url` orders `--partition module`."""
 
     id: str
-    content: str | Messages
+    content: Any  # str, Messages, or ids (L,) int32
     url: str
 
 
 class Shard(NamedTuple):
-    """A file, here or on the hub; `rows()` yields (line, row) from its start, lines from 1."""
+    """Rows in order, the first on line 1: JSON lines as bytes, or decoded objects.
+
+    Of them `part` is meant: "training", "validation" (every `HOLD_OUT`-th), or "" for all.
+    """
 
     name: str
     path: str
-    rows: Callable[[], Iterator[tuple[int, Any]]]
+    rows: Any  # an iterable; where documents are indexed, a sequence
+    part: str = ""
 
 
 # ---------------------------------------------------------------------- batches and their dealing
 
+Files = tuple[list[Shard], list[Shard]]  # training and validation
+Masked = tuple[np.ndarray, np.ndarray]  # ids, and whether each is to be predicted: (L,), (L,) bool
 
-@dataclass(kw_only=True, eq=False, repr=False)
+
 class Source(ABC):
     """The documents of a run, dealt to K workers.
 
-    Attributes:
-        tokenizer: The encoding.
-        tokenizer_file: The `tokenizer.model` that it was read from, if any.
-        seq_len: T, tokens.
-        batch_size: B, documents a worker and step.
-        workers: K.
-        seed: Of every order.
-        chat: Documents are conversations.
-        held: Validation documents; the first `val_documents` usable ones are taken.
-        val_documents: See `held`.
-        facts: What `describe` says about the data.
-        vocab_size: Ids are below it.
-        eot: Id that begins a document: <|begin_of_text|>, or GPT-2's <|endoftext|>.
-        end: Id that ends a text, and pads: <|end_of_text|>, or GPT-2's <|endoftext|>.
+    `facts` says what was opened (JSON-ready, equal at a resume), `notes` what the user should read
+    once at the start.
     """
 
-    tokenizer: tiktoken.Encoding
-    tokenizer_file: Path | None
-    seq_len: int
-    batch_size: int
-    workers: int
-    seed: int
-    chat: bool
-    held: Iterable[Document]
-    val_documents: int
-    facts: dict[str, Any]
+    def __init__(self, config: Any, tokenizer: "Tokenizer", facts: Facts, files: Files) -> None:
+        self.config, self.tokenizer, self.facts = config, tokenizer, facts
+        self.vocab_size, self.chat = tokenizer.vocab_size, bool(facts["chat"])
+        self.seq_len, self.batch_size = config.seq_len, config.batch_size
+        self.workers = config.workers
+        self.notes: list[str] = []
+        self.held: list[Document] = []  # validation documents
+        self.local = config.data not in HUB
+        self._deal(*files)
 
-    def __post_init__(self) -> None:
-        """Look up the special tokens and read the validation documents."""
-        self.vocab_size = self.tokenizer.n_vocab
-        specials = GPT2_SPECIALS * 2 if self.tokenizer.name == "gpt2" else BYTE_SPECIALS[:2]
-        self.eot, self.end = (self.tokenizer.encode_single_token(name) for name in specials)
-        # Read now: a damaged validation file must not end a run of days in its last minute.
-        usable = (document for document in self.held if self._usable(document.content))
-        self._held = list(islice(usable, self.val_documents))
-        self.facts["validation_documents"] = len(self._held)
+    @abstractmethod
+    def _deal(self, training: Sequence[Shard], held: Sequence[Shard]) -> None:
+        """Read what must be read at the start, and say what it is."""
 
     def batch(self, worker: int, step: int) -> Batch:
-        """The documents of a worker at a step, as tensors.
+        """The documents of a worker k in [0, K) at a step s >= 0 of the run, as tensors.
 
-        Args:
-            worker: k, in [0, K).
-            step: s, the inner step of the run, >= 0.
-
-        Returns:
-            A pure function of (seed, worker, step): asked again, in any order, it is the same.
-
-        Raises:
-            ValueError: A damaged row, named with file and line.
+        A pure function of (seed, worker, step): asked again, in any order, it is the same. A
+        damaged row is a ValueError that names file and line.
         """
         assert 0 <= worker < self.workers and step >= 0, f"no batch for {worker=}, {step=}"
         return self._collate(self._documents(worker, step))
 
     def validation(self) -> Iterator[Batch]:
-        """The fixed validation documents, in order.
-
-        Yields:
-            Batches of B documents, the last one maybe smaller; the same at every call.
-        """
-        for first in range(0, len(self._held), self.batch_size):
-            yield self._collate(self._held[first : first + self.batch_size])
-
-    def describe(self) -> dict[str, Any]:
-        """What was opened: counts, hash and versions.
-
-        Returns:
-            JSON-ready facts, for `env.json` and for one printed line.
-        """
-        file = f" from {self.tokenizer_file}" if self.tokenizer_file else ""
-        name = f"{self.tokenizer.name}{file}"
-        return {**self.facts, "tokenizer": name, "vocab_size": self.vocab_size}
-
-    @cached_property
-    def token_bytes(self) -> Tensor:
-        """UTF-8 bytes that each token stands for, (vocab_size,) int64; 0 for specials."""
-        sizes = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for token in self.tokenizer.token_byte_values():
-            sizes[self.tokenizer.encode_single_token(token)] = len(token)
-        return sizes
+        """The validation documents in batches of B, the last maybe smaller; always the same."""
+        for first in range(0, len(self.held), self.batch_size):
+            yield self._collate(self.held[first : first + self.batch_size])
 
     @abstractmethod
     def _documents(self, worker: int, step: int) -> list[Document]:
         """The B documents of (worker, step)."""
 
-    def _encode(self, content: str | Messages) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, (L,), and which of them are to be predicted, (L,) bool, with L <= T + 1."""
-        if not isinstance(content, str):
-            return encode_chat(self.tokenizer, content, self.seq_len + 1)
-        body = encode(self.tokenizer, content)[: self.seq_len]
-        ids = np.concatenate(([self.eot], body, [self.end]))[: self.seq_len + 1]
+    def _hold(self, documents: Iterable[Document]) -> None:
+        """Keep the first usable ones for validation.
+
+        They are read now: a damaged file must not end a run of days in its last minute.
+        """
+        usable = (document for document in documents if self._usable(document.content))
+        self.held = list(islice(usable, self.config.val_documents))
+        self.facts["validation_documents"] = len(self.held)
+
+    def _read(self, shard: Shard, digest: Any = None) -> Iterator[tuple[int, Document]]:
+        """(line, document) of a shard; of a text that is split, its pieces. `digest` gets rows."""
+        for line, row in rows_of(shard):
+            if digest:
+                row_bytes = row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
+                digest.update(row_bytes)
+            document = document_of(shard, line, row, self.chat)
+            if self.config.long_documents == "cut" or self.chat:
+                yield line, document
+                continue
+            ids = self.tokenizer.encode(document.content).astype(np.int32)
+            for first in range(0, max(1, len(ids)), self.seq_len):
+                yield line, document._replace(content=ids[first : first + self.seq_len])
+
+    def _encode(self, content: Any, limit: int) -> Masked:
+        """A document's first `limit` tokens."""
+        if isinstance(content, tuple):
+            return encode_chat(self.tokenizer, content, limit)
+        body = self.tokenizer.encode(content) if isinstance(content, str) else content
+        begin, end = self.tokenizer.begin, self.tokenizer.end
+        ids = np.concatenate(([begin], body[: limit - 1], [end]))[:limit]
         return ids, np.ones(len(ids), bool)
 
-    def _usable(self, content: str | Messages) -> bool:
+    def _usable(self, content: Any) -> bool:
         """Whether truncation leaves something to predict: of a conversation, an assistant token."""
-        if isinstance(content, str):
+        if not isinstance(content, tuple):
             return True
         first = next((at for at, (role, _) in enumerate(content) if role == "assistant"), None)
         if first is None:
@@ -185,25 +171,34 @@ class Source(ABC):
         # A text has no more tokens than bytes. The bound on the first assistant token's position
         # settles nearly every conversation without tokenising a gigabyte before the first step.
         bound = 14 + sum(5 + len((role + text).encode()) for role, text in content[:first])
-        return bound <= self.seq_len or bool(self._encode(content)[1].any())
+        return bound <= self.seq_len or bool(self._encode(content, self.seq_len + 1)[1].any())
 
     def _collate(self, documents: Sequence[Document]) -> Batch:
         shape = (len(documents), self.seq_len)  # (B, T)
-        inputs = np.full(shape, self.end, np.int64)
+        inputs = np.full(shape, self.tokenizer.end, np.int64)
         targets = np.full(shape, IGNORE, np.int64)
         tokens = 0
         for row, document in enumerate(documents):
-            ids, predicted = self._encode(document.content)
+            ids, predicted = self._encode(document.content, self.seq_len + 1)
             inputs[row, : len(ids)] = ids[: self.seq_len]
             targets[row, : len(ids) - 1] = np.where(predicted[1:], ids[1:], IGNORE)
             tokens += len(ids) - 1
         names = tuple(document.id for document in documents)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), tokens, names)
 
+    def _note_share(self, sample: Sequence[Document]) -> None:
+        """Say which share of the text is read, by the tokens of a sample of the documents."""
+        # Without the tokens that begin and end a document.
+        lengths = [len(self._encode(d.content, sys.maxsize)[0]) - 2 for d in sample]
+        share = sum(min(length, self.seq_len) for length in lengths) / max(1, sum(lengths))
+        self.facts["text_read_share"] = round(share, 4)
+        remedy = "" if share == 1 or self.chat else "; --long-documents split reads all of them"
+        how = f"documents are {self.config.long_documents} at --seq-len {self.seq_len} tokens"
+        self.notes.append(f"{share:.2%} of the text is read: {how}{remedy}")
 
-@dataclass(kw_only=True, eq=False, repr=False)
+
 class Indexed(Source):
-    """All documents in memory: docstrings, doctests, UltraChat, local conversations.
+    """Documents that can be read in any order: all but C4 and local texts in JSON lines.
 
     Step s, worker k, row i of the batch hold document number n of the run:
 
@@ -212,38 +207,51 @@ class Indexed(Source):
 
     so global batches are shared, shuffled and split over the workers, and nothing repeats within
     an epoch, whatever N, K and B are. `--partition module` sorts documents by source (url), cuts
-    them into K equal ranges, and deals n = s B + i of range k to worker k.
-
-    Attributes:
-        documents: Training documents; conversations without a target are dropped and counted.
-        partition: "iid" or "module".
+    them into K equal ranges, and deals n = s B + i of range k to worker k. Conversations without a
+    target are dropped and counted.
     """
 
-    documents: list[Document]
-    partition: str
-
-    def __post_init__(self) -> None:
-        """Drop what truncation leaves without a target, and cut the ranges."""
-        super().__post_init__()
-        before = len(self.documents)
-        self.documents = [d for d in self.documents if self._usable(d.content)]
-        count = len(self.documents)
-        self.facts |= {"documents": count, "dropped": before - count}
-        ranges = self.workers if self.partition == "module" else 1
-        if count < ranges or not self._held:
+    def _deal(self, training: Sequence[Shard], held: Sequence[Shard]) -> None:
+        # The hub has its revision; of local files the hash is one of rows, not of gzip's bytes.
+        digest = hashlib.sha256() if self.local else None
+        # Texts, or where each conversation stands: those may be larger than the memory.
+        self._places: list[tuple[Shard, int] | Document] = []
+        urls, count = [], 0
+        for shard in training:
+            for line, document in self._read(shard, digest):
+                count += 1
+                if self._usable(document.content):
+                    self._places.append((shard, line) if self.chat else document)
+                    urls.append(document.url.split("://")[-1])
+        self._hold([document for shard in held for _, document in self._read(shard, digest)])
+        kept, module = len(self._places), self.config.partition == "module"
+        self.facts |= {"documents": kept, "dropped": count - kept}
+        if digest:
+            self.facts["sha256"] = digest.hexdigest()
+        ranges = self.workers if module else 1
+        if kept < ranges or not self.held:
+            need = f"{kept} for training (needed: {ranges}), {len(self.held)} for validation"
             raise ValueError(
-                f"--data {self.facts['data']}: too few documents fit: {count} for training "
-                f"(needed: {ranges}), {before - count} dropped, {len(self._held)} for validation"
+                f"--data {self.config.data}: too few documents fit: {need}, {count - kept} dropped"
             )
-        if self.partition == "module":
-            if not all(document.url for document in self.documents):
-                raise ValueError("--partition module: the documents need a 'url' to sort them by")
-            self.documents.sort(key=lambda document: document.url.split("://")[-1])
-        self._cuts = [at * count // ranges for at in range(ranges + 1)]
+        if module and not all(urls):
+            raise ValueError("--partition module: the documents need a 'url' to sort them by")
+        if module:
+            self._places = [self._places[at] for at in sorted(range(kept), key=urls.__getitem__)]
+        self._cuts = [at * kept // ranges for at in range(ranges + 1)]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # of a range: (epoch, permutation)
+        self._note_share([self._document(at) for at in range(0, kept, -(-kept // SAMPLE))])
+
+    def _document(self, at: int) -> Document:
+        """Parsed when it is asked for: of JSON lines, a process holds only where they begin."""
+        place = self._places[at]
+        if isinstance(place, Document):
+            return place
+        shard, line = place
+        return document_of(shard, line, shard.rows[line - 1], self.chat)
 
     def _documents(self, worker: int, step: int) -> list[Document]:
-        if self.partition == "module":
+        if self.config.partition == "module":
             own, first = worker, step * self.batch_size
         else:
             own, first = 0, (step * self.workers + worker) * self.batch_size
@@ -252,13 +260,12 @@ class Indexed(Source):
         for n in range(first, first + self.batch_size):
             epoch, place = divmod(n, count)
             if own not in self._orders or self._orders[own][0] != epoch:
-                generator = np.random.default_rng([self.seed, epoch, own])
+                generator = np.random.default_rng([self.config.seed, epoch, own])
                 self._orders[own] = (epoch, generator.permutation(count))
-            documents.append(self.documents[low + self._orders[own][1][place]])
+            documents.append(self._document(low + self._orders[own][1][place]))
         return documents
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Streamed(Source):
     """Shards read in order: C4, and local files of its layout.
 
@@ -267,36 +274,40 @@ class Streamed(Source):
     i goes to number i mod n of them. Either way no two workers hold the same document, and each
     starts again when it has seen all of its own. Step s, row i of the batch hold document number
     s B + i of the worker. There is no shuffle buffer over rows: a resume would lose its content.
-
-    Attributes:
-        shards: Training shards.
-        part: Which of their rows are training data; see `rows_of`.
     """
 
-    shards: list[Shard]
-    part: str
-
-    def __post_init__(self) -> None:
-        """Shuffle the shards and deal them."""
-        super().__post_init__()
-        order = np.random.default_rng(self.seed).permutation(len(self.shards))
-        shards = [self.shards[at] for at in order]
+    def _deal(self, training: Sequence[Shard], held: Sequence[Shard]) -> None:
+        self._hold(document for shard in held for _, document in self._read(shard))
+        self.facts["shards"] = len(training)
+        order = np.random.default_rng(self.config.seed).permutation(len(training))
+        shards = [training[at] for at in order]
         self._open: dict[int, tuple[int, Iterator[Document]]] = {}  # worker: (next number, rows)
-        self._dealt: list[tuple[list[Shard], int, int]] = []  # worker: (shards, sharers, own rank)
+        self._dealt: list[tuple[list[Shard], int, int]] = []  # worker: (shards, sharers, own slot)
         for worker in range(self.workers):
-            # One expression covers both cases: with enough shards, sharers is 1 and rank is 0.
-            first, rank = worker % len(shards), worker // len(shards)
+            # One expression covers both cases: with enough shards, sharers is 1 and slot is 0.
+            first, slot = worker % len(shards), worker // len(shards)
             sharers = len(range(first, self.workers, len(shards)))
-            self._dealt.append((shards[first :: self.workers], sharers, rank))
+            self._dealt.append((shards[first :: self.workers], sharers, slot))
+        sample = self.held[:SAMPLE]
+        if self.local:
+            self._check([*training, *held])
+            sample = list(islice(self._stream(0, 0), SAMPLE))
+        self._note_share(sample)
 
-    def check(self) -> None:
-        """Read the first document of every worker, to report a wrong file before training starts.
-
-        Raises:
-            ValueError: A damaged file, or fewer documents than workers.
-        """
+    def _check(self, shards: Sequence[Shard]) -> None:
+        """Read every worker's first document: a wrong file is found before training starts."""
         for worker in range(self.workers):
             next(self._stream(worker, 0))
+        sizes = {shard.path: os.path.getsize(shard.path) for shard in shards}
+        # The content may be hundreds of gigabytes.
+        listed = "".join(f"{shard.name} {sizes[shard.path]}\n" for shard in shards)
+        self.facts["sha256_of_names_and_sizes"] = hashlib.sha256(listed.encode()).hexdigest()
+        own = [sum(sizes[s.path] for s in dealt) / sharers for dealt, sharers, _ in self._dealt]
+        if 10 * min(own) * self.workers < sum(own):
+            self.notes.append(
+                f"uneven files: worker {own.index(min(own))} repeats {min(own) / sum(own):.2%} of "
+                "the text; put all rows into one file, which the workers share"
+            )
 
     def _documents(self, worker: int, step: int) -> list[Document]:
         first = step * self.batch_size
@@ -309,18 +320,18 @@ class Streamed(Source):
 
     def _stream(self, worker: int, skip: int) -> Iterator[Document]:
         """The worker's documents from number `skip` on, for ever; skipped rows are not parsed."""
-        shards, sharers, rank = self._dealt[worker]
+        shards, sharers, slot = self._dealt[worker]
         while True:
             own = 0
             for shard in shards:
-                for number, (line, row) in enumerate(rows_of(shard, self.part)):
-                    if number % sharers != rank:
+                for number, (line, row) in enumerate(rows_of(shard)):
+                    if number % sharers != slot:
                         continue
                     own += 1
                     if skip:
                         skip -= 1
                     else:
-                        yield parse_row(shard, line, row, self.chat)
+                        yield document_of(shard, line, row, self.chat)
             if not own:  # or this loop would spin for ever
                 raise ValueError(f"{shards[0].path}: no training document for worker {worker}")
             skip %= own
@@ -343,113 +354,135 @@ LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+KINDS = {
+    "bytes": (r"[\s\S]", BYTE_SPECIALS),
+    "gpt2": (GPT2_PATTERN, GPT2_SPECIALS),  # A19
+    "llama3": (LLAMA_PATTERN, LLAMA_SPECIALS),
+}
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {  # SHA-256 of each
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+# The text that `encode_chat` tokenises, for transformers.
+CHAT_TEMPLATE = (
+    r"{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
+    r"'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if "
+    r"add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 
 
-def load_tokenizer(name: str, folders: Sequence[Path]) -> tuple[tiktoken.Encoding, Path | None]:
-    """Build a tokenizer by name, from a local `tokenizer.model` where there is one.
+class Tokenizer:
+    """Text to token ids and back, by tiktoken or by Hugging Face's `tokenizers`.
 
-    Args:
-        name: "bytes" (the 256 byte values and five specials), "gpt2" or "llama3".
-        folders: Where to look for `tokenizer.model`; the first hit is taken. Not for "bytes".
-
-    Returns:
-        The encoding, and the file that it was read from, if any.
-
-    Raises:
-        ValueError: Unknown name, a damaged file (line named), or neither a file nor a network.
+    `begin` starts a document; `end` ends a text, and pads; `turn_end` ends a message, where there
+    are the tokens of Llama 3's `chat` format. `encoding` is the library's own object, `file` what
+    it was read from.
     """
-    kinds = {
-        "gpt2": (GPT2_PATTERN, GPT2_SPECIALS),  # A19
-        "llama3": (LLAMA_PATTERN, LLAMA_SPECIALS),
-    }
+
+    def __init__(self, name: str, encoding: Any, file: Path | None, begin: str, end: str) -> None:
+        self.name, self.encoding, self.file = name, encoding, file
+        self._fast = isinstance(encoding, tiktoken.Encoding)
+        special = encoding.special_tokens_set if self._fast else encoding.get_vocab()
+        number = encoding.encode_single_token if self._fast else encoding.token_to_id
+        ids = {token: number(token) for token in special}
+        self.vocab_size = encoding.n_vocab if self._fast else max(ids.values()) + 1
+        self.begin, self.end = ids[begin], ids[end]
+        *self.header, self.turn_end = map(ids.get, BYTE_SPECIALS[2:])
+        self.chat = None not in (*self.header, self.turn_end)
+
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        """Ids of a text, (L,) integers; the name of a special token is text, unless `special`."""
+        if self.name == "bytes" and not special:  # no need to pass each byte through a regex
+            return np.frombuffer(text.encode(), np.uint8)
+        if self._fast:
+            names = self.encoding.special_tokens_set if special else set()
+            ids = self.encoding.encode(text, allowed_special=names, disallowed_special=())
+        else:
+            self.encoding.encode_special_tokens = not special
+            ids = self.encoding.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens by name."""
+        options = {} if self._fast else {"skip_special_tokens": False}
+        return self.encoding.decode([int(token) for token in ids], **options)
+
+    @cached_property
+    def token_bytes(self) -> Tensor:
+        """UTF-8 bytes that each token stands for, (vocab_size,) int64; 0 for specials."""
+        sizes = [0] * self.vocab_size
+        if self._fast:
+            for token in self.encoding.token_byte_values():
+                sizes[self.encoding.encode_single_token(token)] = len(token)
+            return torch.tensor(sizes)
+        byte_level = "ByteLevel" in str(self.encoding.decoder)  # a token's characters are bytes
+        for token, at in self.encoding.get_vocab().items():
+            text = "." if re.fullmatch("<0x..>", token) else token.replace("\u2581", " ")
+            sizes[at] = len(token if byte_level else text.removeprefix("##").encode())
+        for at, added in self.encoding.get_added_tokens_decoder().items():
+            sizes[at] = 0 if added.special else len(added.content.encode())
+        return torch.tensor(sizes)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder of weights holds a file that `open_tokenizer` looks for."""
+    return _first_file(folder, TOKENIZER_FILES) is not None
+
+
+def open_tokenizer(name: str, near: Sequence[Path] = ()) -> Tokenizer:
+    """The tokenizer of a name ("bytes", "gpt2", "llama3") or of a path.
+
+    "gpt2" and "llama3" are read from the first `tokenizer.model` (tiktoken's format) in the folders
+    `near`. A path is a folder or file: a `tokenizer.json`, or such a `tokenizer.model` of Llama 3.
+    ValueError: none of these, or a damaged file.
+    """
     if name == "bytes":
-        ranks = {bytes([value]): value for value in range(256)}
-        return _encoding(name, r"[\s\S]", ranks, BYTE_SPECIALS), None
-    if name not in kinds:
-        raise ValueError(f"--tokenizer {name}: unknown; there are bytes, {', '.join(kinds)}")
-    for path in (folder / "tokenizer.model" for folder in folders):
-        if path.is_file():
-            pattern, specials = kinds[name]
-            return _encoding(name, pattern, _read_ranks(path), specials), path
-    remedy = "a tokenizer.model (tiktoken's format) beside local --data or in --init-from is read"
-    if name == "llama3":
-        raise ValueError(
-            f"--tokenizer llama3: its file needs a licence and was not found; {remedy}"
-        )
-    default = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    for url in (f"{GPT2_FILES}vocab.bpe", f"{GPT2_FILES}encoder.json"):
-        # tiktoken downloads without a time limit, unless its cache has the address's SHA-1.
-        if not cache or not Path(cache, hashlib.sha1(url.encode()).hexdigest()).exists():
-            _reach(url, f"--tokenizer gpt2: {{}}; TIKTOKEN_CACHE_DIR is honoured, and {remedy}")
-    return tiktoken.get_encoding(name), None
+        return _byte_pairs(name, name)
+    if name in KINDS:
+        for file in filter(None, (_first_file(folder, TOKENIZER_FILES[1:]) for folder in near)):
+            return _byte_pairs(name, name, file)
+        remedy = "a tokenizer.model (tiktoken's format) beside --data or in --init-from is read"
+        if name == "llama3":
+            raise ValueError(f"--tokenizer llama3: its file was not found; {remedy}")
+        return _published_gpt2(remedy)
+    path = Path(name)
+    found = path if path.is_file() else _first_file(path, TOKENIZER_FILES)
+    if found and found.suffix == ".json":
+        return _from_json(name, found)
+    if found:
+        return _byte_pairs(name, "llama3", found)
+    places = " or ".join(TOKENIZER_FILES)
+    raise ValueError(f"--tokenizer {name}: not one of {', '.join(KINDS)}, nor a path with {places}")
 
 
 def check_vocabulary(source: Source, model_vocab: int) -> None:
-    """Refuse a tokenizer whose ids exceed the model's embedding.
-
-    Args:
-        source: The opened data.
-        model_vocab: Rows of the embedding.
-
-    Raises:
-        ValueError: An id is not below `model_vocab`; names the first such line of the file.
-    """
-    if source.vocab_size <= model_vocab:
-        return
-    where = f"--tokenizer {source.tokenizer.name}"
-    if source.tokenizer_file:
-        for line, _, rank in _rank_lines(source.tokenizer_file):
-            where = f"{source.tokenizer_file}:{line}"
-            if rank >= model_vocab:
-                break  # else the specials do not fit, which follow the last line
-    raise ValueError(
-        f"{where}: ids reach {source.vocab_size - 1}, and the model's vocabulary ends at "
-        f"{model_vocab - 1}"
-    )
+    """Refuse a tokenizer whose ids exceed the model's embedding; note one that hardly uses it."""
+    size, flag = source.vocab_size, f"--tokenizer {source.tokenizer.name}"
+    remedy = f"with --init-from take the weights' own --tokenizer, else --vocab-size {size}"
+    if size > model_vocab:
+        where = f"{flag}: ids reach {size - 1}, the model's vocabulary ends at {model_vocab - 1}"
+        raise ValueError(f"{where}: {remedy}")
+    if 4 * size < model_vocab:
+        source.notes.append(f"{flag} uses {size} of the model's {model_vocab} tokens: {remedy}")
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
-    """Ids of a text, in which the name of a special token is text like any other.
-
-    Args:
-        tokenizer: From `load_tokenizer`.
-        text: Any text.
-
-    Returns:
-        Ids, (L,) integers.
-    """
-    if tokenizer.name == "bytes":  # the ids are the bytes: no need to pass each through a regex
-        return np.frombuffer(text.encode(), np.uint8)
-    return np.array(tokenizer.encode(text, disallowed_special=()), np.int64)
-
-
-def encode_chat(
-    tokenizer: tiktoken.Encoding, messages: Messages, limit: int
-) -> tuple[np.ndarray, np.ndarray]:
+def encode_chat(tokenizer: Tokenizer, messages: Messages, limit: int) -> Masked:
     r"""Ids of a conversation in Llama 3.1's format, and which of them the assistant writes.
 
         <|begin_of_text|> and per message <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>
 
     TEXT is stripped as in Llama's template, whose default system message (dates) is left out. The
-    loss is taken on the assistant's TEXT and its <|eot_id|> (E.1).
-
-    Args:
-        tokenizer: "bytes" or "llama3".
-        messages: (role, content) of each turn.
-        limit: Most tokens.
-
-    Returns:
-        Ids, (L,) int64, and whether each is to be predicted, (L,) bool, with L <= limit.
+    loss is taken on the assistant's TEXT and its <|eot_id|> (E.1). At most `limit` tokens.
     """
-    begin, _, start, end, eot = (tokenizer.encode_single_token(name) for name in BYTE_SPECIALS)
-    ids, predicted = [begin], [False]
+    start, end = tokenizer.header
+    ids, predicted = [tokenizer.begin], [False]
     for role, content in messages:
-        # Both patterns end a piece at a line break before text, so "\n\n" and TEXT encoded apart
+        # Llama's pattern ends a piece at a line break before text, so "\n\n" and TEXT encoded apart
         # give the tokens that they give together, and the mask starts exactly at TEXT.
-        header = [start, *encode(tokenizer, role), end, *encode(tokenizer, "\n\n")]
-        body = [*encode(tokenizer, content.strip()), eot]
+        header = [start, *tokenizer.encode(role), end, *tokenizer.encode("\n\n")]
+        body = [*tokenizer.encode(content.strip()), tokenizer.turn_end]
         ids += header + body
         predicted += [False] * len(header) + [role == "assistant"] * len(body)
         if len(ids) >= limit:
@@ -457,106 +490,184 @@ def encode_chat(
     return np.array(ids[:limit], np.int64), np.array(predicted[:limit], bool)
 
 
-def _encoding(
-    name: str, pattern: str, ranks: dict[bytes, int], specials: Sequence[str]
-) -> tiktoken.Encoding:
-    """An encoding whose specials follow its ordinary tokens."""
-    numbered = {special: len(ranks) + at for at, special in enumerate(specials)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=numbered)
+def render_chat(messages: Sequence[Mapping[str, str]], reply: bool = True) -> str:
+    """A conversation as `encode_chat` reads it, special tokens by name.
+
+    With `reply` an assistant's turn begins at the end; else the last turn is left open.
+    """
+    from jinja2 import Template  # torch brings it
+
+    text = Template(CHAT_TEMPLATE).render(
+        messages=messages, bos_token=BYTE_SPECIALS[0], add_generation_prompt=reply
+    )
+    return text if reply else text.removesuffix(BYTE_SPECIALS[-1])
 
 
-def _rank_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """(line, token, rank) of a file in tiktoken's format, a line "BASE64 RANK".
+def _first_file(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _byte_pairs(name: str, kind: str, file: Path | None = None) -> Tokenizer:
+    """A tokenizer whose specials follow its ordinary tokens; without a file these are the bytes."""
+    pattern, specials = KINDS[kind]
+    numbers = _read_vocabulary(file) if file else {bytes([value]): value for value in range(256)}
+    ids = {special: len(numbers) + at for at, special in enumerate(specials)}
+    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=numbers, special_tokens=ids)
+    return Tokenizer(name, encoding, file, specials[0], specials[1 % len(specials)])
+
+
+def _from_json(name: str, file: Path) -> Tokenizer:
+    """A Hugging Face `tokenizer.json`; which tokens begin and end a text stands beside it."""
+    try:
+        from tokenizers import Tokenizer as Reader
+    except ImportError as error:
+        raise ValueError(f"--tokenizer {name}: {file} needs: pip install tokenizers") from error
+    try:
+        encoding = Reader.from_file(str(file))
+        named = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        found = [named.get(key) or "" for key in ("bos_token", "eos_token")]
+        begin, end = (each["content"] if isinstance(each, dict) else each for each in found)
+    except Exception as error:  # the library raises nothing more exact
+        raise ValueError(f"{file} or tokenizer_config.json: cannot be read ({error})") from error
+    if not {begin or end, end or begin} <= set(encoding.get_vocab()):
+        raise ValueError(f"{file}: no bos_token or eos_token that tokenizer_config.json names")
+    encoding.no_truncation()
+    return Tokenizer(name, encoding, file, begin or end, end or begin)
+
+
+def _published_gpt2(remedy: str) -> Tokenizer:
+    """GPT-2's vocabulary from tiktoken's cache, or from the network where that answers at once."""
+    default = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
+    for name, digest in GPT2_FILES.items():
+        url = GPT2_URL + name
+        file = Path(cache, hashlib.sha1(url.encode()).hexdigest())
+        # tiktoken downloads without a time limit, unless its cache has the address's SHA-1.
+        if not cache or not file.exists():
+            reach(url, f"--tokenizer gpt2: {{}}; TIKTOKEN_CACHE_DIR is honoured, and {remedy}")
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{file}: a damaged copy of GPT-2's {name}; delete it")
+    return Tokenizer("gpt2", tiktoken.get_encoding("gpt2"), None, *GPT2_SPECIALS * 2)
+
+
+def _read_vocabulary(file: Path) -> dict[bytes, int]:
+    """Tokens of a file in tiktoken's format, a line "BASE64 NUMBER", numbered in order.
 
     tiktoken's own reader caches by path: it would read a changed file stale.
     """
-    for line, row in read_lines(path):
+    numbers: dict[bytes, int] = {}
+    for line, row in enumerate(Lines(file), 1):
         try:
-            token, rank = row.split()
-            yield line, base64.b64decode(token, validate=True), int(rank)
+            encoded, number = row.split()
+            token = base64.b64decode(encoded, validate=True)
+            if numbers.setdefault(token, int(number)) != line - 1:
+                raise ValueError("out of order, or there twice")
         except ValueError as error:  # binascii.Error is one
-            raise ValueError(f"{path}:{line}: not 'BASE64 RANK' as tiktoken writes it") from error
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for line, token, rank in _rank_lines(path):
-        if rank != len(ranks) or token in ranks:
-            raise ValueError(f"{path}:{line}: not a new token of rank {len(ranks)}")
-        ranks[token] = rank
-    for value in range(256):
-        if bytes([value]) not in ranks:  # tiktoken would panic at the first text that has it
-            raise ValueError(f"{path}:{len(ranks)}: ends without a token for byte {value}")
-    return ranks
+            what = "'BASE64 NUMBER' of a new token in tiktoken's format"
+            raise ValueError(f"{file}:{line}: not {what}") from error
+    if not {bytes([value]) for value in range(256)} <= numbers.keys():  # tiktoken would panic later
+        raise ValueError(f"{file}: no token for some of the 256 bytes: it was cut off")
+    return numbers
 
 
 # --------------------------------------------------------------------------------- files and rows
 
+MAX_LINE = 2**26  # bytes; a longer line is refused without being read
+LINES = (".jsonl", ".jsonl.gz", ".json.gz")
+TEXTS = {".md": "document", ".txt": "paragraph"}  # what is a document of a file in a folder
+READABLE = (
+    f"JSON lines ({', '.join(LINES)}), .parquet, text (.txt, .md), a folder of one of these "
+    "kinds, a JSON array (.json), or a folder that datasets' save_to_disk wrote"
+)
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a plain file, or of a gzipped one if its name ends in `.gz`.
 
-    Args:
-        path: The file.
+class Lines:
+    """Lines of a file, gzipped if its name ends in `.gz`: in order, or any of them by its number.
 
-    Yields:
-        (line, bytes), lines from 1.
-
-    Raises:
-        ValueError: The file is empty, not readable or broken gzip; names the line.
+    For the latter a file is mapped into memory, so that all processes hold it once; a gzipped one
+    is first unpacked into the cache. ValueError names the line of an empty or damaged file.
     """
-    line = 0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[bytes]:
+        line = 0
+        try:
+            with (gzip.open if self.path.suffix == ".gz" else open)(self.path, "rb") as file:
+                for line, row in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+                    if len(row) > MAX_LINE:
+                        raise ValueError(f"{self.path}:{line}: longer than {MAX_LINE >> 20} MiB")
+                    yield row
+        except (OSError, EOFError, zlib.error) as error:  # broken gzip is any of them
+            raise ValueError(f"{self.path}:{line + 1}: cannot be read ({error})") from error
+        if line == 0:
+            raise ValueError(f"{self.path}:1: the file is empty")
+
+    def __getitem__(self, at: int) -> bytes:
+        content, starts = self._mapped
+        return content[starts[at] : starts[at + 1]]
+
+    @cached_property
+    def _mapped(self) -> tuple[mmap.mmap, np.ndarray]:
+        """The file's bytes, and where each line starts."""
+        file = self.path
+        if file.suffix == ".gz":
+            state = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
+            name = f"lines-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+            file = write_once(name, self._unpack)
+        starts = np.cumsum([0, *map(len, Lines(file))])
+        with open(file, "rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), starts
+
+    def _unpack(self, target: Path) -> None:
+        with open(target, "wb") as out:
+            out.writelines(self)
+
+
+def write_once(name: str, write: Callable[[Path], None]) -> Path:
+    """A file or folder in the cache: one process writes it, whole or not at all; others wait."""
+    from filelock import FileLock
+
+    cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
+    target = cache / name
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for line, row in enumerate(file, 1):
-                yield line, row
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}:{line + 1}: broken gzip ({error})") from error
+        if not target.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"), tempfile.TemporaryDirectory(dir=cache) as scratch:
+                if not target.exists():  # the one that held the lock may have written it
+                    write(Path(scratch, "new"))
+                    os.replace(Path(scratch, "new"), target)
     except OSError as error:
-        raise ValueError(f"{path}:{line + 1}: cannot be read ({error.strerror})") from error
-    if line == 0:
-        raise ValueError(f"{path}:1: the file is empty")
+        raise ValueError(f"{cache}: cannot be written ({error}); set AUTOLOCO_CACHE") from error
+    return target
 
 
-def rows_of(shard: Shard, part: str) -> Iterator[tuple[int, Any]]:
-    """Rows of a shard, or those of one part of it.
-
-    Args:
-        shard: The shard.
-        part: "validation" for every `HOLD_OUT`-th line from the first, "training" for the others,
-            "" for all.
-
-    Yields:
-        (line, row), lines from 1.
-    """
-    for line, row in shard.rows():
-        if not part or (part == "validation") == (line % HOLD_OUT == 1):
+def rows_of(shard: Shard) -> Iterator[tuple[int, Any]]:
+    """(line, row) of a shard's part; blank lines count in `line` and are skipped."""
+    number = 0
+    for line, row in enumerate(shard.rows, 1):
+        if isinstance(row, bytes) and row.isspace():
+            continue
+        if not shard.part or (shard.part == "validation") == (number % HOLD_OUT == 0):
             yield line, row
+        number += 1
 
 
-def parse_row(shard: Shard, line: int, row: Any, chat: bool) -> Document:
-    """The document of a row.
-
-    Args:
-        shard: Where the row is from.
-        line: Its line.
-        row: A JSON line, or an object that `datasets` decoded.
-        chat: Take the field `messages`, not `text`.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: Not JSON, or a missing or malformed field; names file and line.
-    """
-    where, field = f"{shard.path}:{line}", "messages" if chat else "text"
+def fields_of(shard: Shard, line: int, row: Any) -> dict[str, Any]:
+    """A row as an object; a ValueError names file and line."""
     try:
         row = json.loads(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
-    if not isinstance(row, dict) or field not in row:
-        raise ValueError(f"{where}: no field {field!r}")
-    content = row[field]
+        reason = getattr(error, "msg", error)
+        raise ValueError(f"{shard.path}:{line}: not JSON ({reason})") from error
+    return row if isinstance(row, dict) else {}
+
+
+def document_of(shard: Shard, line: int, row: Any, chat: bool) -> Document:
+    """The document in a row's field `messages` (chat) or `text`; a ValueError names the line."""
+    fields, field = fields_of(shard, line, row), "messages" if chat else "text"
+    content: Any = fields.get(field)
     try:
         if chat:
             content = tuple((message["role"], message["content"]) for message in content)
@@ -566,117 +677,97 @@ def parse_row(shard: Shard, line: int, row: Any, chat: bool) -> Document:
             text.encode()
     except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
         shape = "[{'role': 'system'|'user'|'assistant', 'content': TEXT}, ...]" if chat else "TEXT"
-        raise ValueError(f"{where}: {field!r} is not {shape} in valid Unicode") from error
-    return Document(f"{shard.name}:{line}", content, str(row.get("url") or ""))
+        what = f"no field {field!r} with {shape} in valid Unicode"
+        raise ValueError(f"{shard.path}:{line}: {what}") from error
+    return Document(f"{shard.name}:{line}", content, str(fields.get("url") or ""))
 
 
-def documents_of(
-    shards: Sequence[Shard], chat: bool, part: str, digest: Any = None
-) -> Iterator[Document]:
-    """Documents of shards, in order.
+def local_shards(path: Path) -> Files:
+    """Training and validation shards of `--data PATH`: a file, or a folder (see `READABLE`).
 
-    Args:
-        shards: The shards.
-        chat: As for `parse_row`.
-        part: As for `rows_of`.
-        digest: A hash of `hashlib` that is fed every line, or None.
-
-    Yields:
-        Documents.
-    """
-    for shard in shards:
-        for line, row in rows_of(shard, part):
-            if digest:
-                digest.update(row)
-            yield parse_row(shard, line, row, chat)
-
-
-def local_shards(path: Path) -> tuple[list[Shard], list[Shard]]:
-    """Files of `--data PATH`: one file, or a folder of `.json.gz`, `.jsonl.gz` and `.jsonl` files.
-
-    Args:
-        path: The file or folder; C4's subfolder `en` is looked into.
-
-    Returns:
-        Training files, and validation files: those of a folder whose name has the word
-        "validation", "valid", "val" or "test". Both in the order of their names.
-
-    Raises:
-        ValueError: No such path, or no training file in it.
+    Of a folder (and C4's `en` or the hub's `data` in it) JSON lines are taken or else .parquet, in
+    the order of names; those with the word "validation", "valid", "val" or "test", or such splits,
+    are for validation. Else all text in and below it is taken: a .md file is a document, and those
+    of a .txt file, or of a file given alone, end at empty lines.
     """
     if not path.exists():
         raise ValueError(f"--data {path}: no such file or folder, nor one of {', '.join(NAMED)}")
-    files = [path]
-    if path.is_dir():
-        found = [file for folder in (path, path / "en") for file in sorted(folder.glob("*.json*"))]
-        files = [file for file in found if file.name.endswith((".json.gz", ".jsonl.gz", ".jsonl"))]
-    shards: tuple[list[Shard], list[Shard]] = ([], [])
+    files, found = [path], []
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        saved = _table(path, "load_from_disk", path)
+        splits = saved if isinstance(saved, dict) else {path.name: saved}
+        files, found = [], [Shard(name, f"{path}/{name}", rows) for name, rows in splits.items()]
+    elif path.is_dir():
+        files = [f for at in (path, path / "en", path / "data") for f in sorted(at.glob("*"))]
+        lines, tables = ([f for f in files if f.name.endswith(k)] for k in (LINES, ".parquet"))
+        files = lines or tables or [f for f in sorted(path.rglob("*")) if f.suffix in TEXTS]
+    for suffix, unit in TEXTS.items():
+        if own := [str(file) for file in files if file.suffix == suffix]:
+            name, by = (f"*{suffix}", unit) if path.is_dir() else (path.name, "paragraph")
+            table = _table(path, "Dataset.from_text", own, sample_by=by)
+            found.append(Shard(name, str(path), table))
     for file in files:
-        word = re.search(r"(?<![a-z])(validation|valid|val|test)(?![a-z])", file.name.lower())
-        shard = Shard(file.name, str(file), partial(read_lines, file))
-        shards[word is not None and file != path].append(shard)
+        if file.suffix in (".json", ".parquet"):
+            table = _table(file, f"Dataset.from_{file.suffix[1:]}", str(file))
+            found.append(Shard(file.name, str(file), table))
+        elif file.name.endswith(LINES):
+            found.append(Shard(file.name, str(file), Lines(file)))
+    shards: Files = ([], [])
+    for shard in found:
+        word = re.search(r"(?<![a-z])(validation|valid|val|test)(?![a-z])", shard.name.lower())
+        shards[word is not None and shard.name != path.name].append(shard)
     if not shards[0]:
-        raise ValueError(f"--data {path}: no training file *.json.gz, *.jsonl.gz or *.jsonl")
+        raise ValueError(f"--data {path}: no training file; what can be read: {READABLE}")
     return shards
 
 
-def hub_shards(
-    data: str, facts: dict[str, Any], revision: str = ""
-) -> tuple[list[Shard], list[Shard]]:
-    """Training and validation shards of C4 (en) or UltraChat-200k through `datasets`.
+def _table(path: Path, reader: str, files: Any, **options: Any) -> Any:
+    """What a reader of `datasets` makes of files: a table on disk, mapped into memory."""
+    import datasets  # takes 1 to 6 s, so not before it is needed
 
-    Args:
-        data: "c4" (its files as streams) or "ultrachat" (two tables).
-        facts: Gets the revision.
-        revision: The one to read; "" for the latest.
+    try:
+        return operator.attrgetter(reader)(datasets)(files, **options)
+    except Exception as error:  # of any kind, as the libraries below it raise
+        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
 
-    Returns:
-        Training shards and validation shards.
 
-    Raises:
-        ValueError: The hub cannot be reached: who names C4 gets C4 or this line, at once.
+def hub_shards(data: str, facts: Facts, revision: str = "") -> Files:
+    """Training and validation shards of C4 (en, streams) or UltraChat-200k (tables) on the hub.
+
+    `facts` gets the revision: the given one, or the latest. ValueError: the hub cannot be reached;
+    who names C4 gets C4 or this line, at once.
     """
     from huggingface_hub import constants
 
-    streamed = data == "c4"
-    repo = "allenai/c4" if streamed else "HuggingFaceH4/ultrachat_200k"
-    path = f"./{data}" if Path(data).exists() else "PATH"
-    message = f"--data {data}: {{}}; --data {path} reads local files of the same layout"
-    pair: list[list[Shard]] = []
+    streamed, repo = data == "c4", HUB[data]
+    message = f"--data {data}: {{}}; --data PATH reads local files of the same layout"
+    shards: Files = ([], [])
     if revision:
         facts["revision"] = revision
     try:
         if not constants.HF_HUB_OFFLINE:  # offline, a table may still be in the hub's own cache
-            url = f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha"
-            latest = _reach(url, message).json()["sha"]
-            facts["revision"] = revision or latest
+            latest = reach(f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha", message)
+            facts["revision"] = revision or latest.json()["sha"]
         import datasets  # takes 1 to 6 s, so after the check
 
-        for split in ("train", "validation") if streamed else ("train_sft", "test_sft"):
-            rows = datasets.load_dataset(
-                repo,
-                "en" if streamed else None,
-                split=split,
-                streaming=streamed,
-                revision=facts.get("revision"),
-            )
-            parts = {split: rows}
-            if streamed:
-                rows, count = rows.select_columns(["text"]), rows.num_shards  # no datetime parsing
-                parts = {
-                    f"c4-{split}.{at:05d}-of-{count:05d}.json.gz": rows.shard(count, at)
-                    for at in range(count)
-                }
-            pair.append(
-                [Shard(n, f"{repo}/{n}", partial(enumerate, part, 1)) for n, part in parts.items()]
-            )
+        options = {"streaming": streamed, "revision": facts.get("revision")}
+        splits = ("train", "validation") if streamed else ("train_sft", "test_sft")
+        for part, split in zip(shards, splits, strict=True):
+            rows = datasets.load_dataset(repo, "en" if streamed else None, split=split, **options)
+            if not streamed:
+                part.append(Shard(split, f"{repo}/{split}", rows))
+                continue
+            rows, count = rows.select_columns(["text"]), rows.num_shards  # no parsing of dates
+            for at in range(count):
+                name = f"c4-{split}.{at:05d}-of-{count:05d}.json.gz"
+                part.append(Shard(name, f"{repo}/{name}", rows.shard(count, at)))
     except (OSError, KeyError) as error:  # as the hub's errors are; not the hub that answered
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).split("\n")[0]
         raise ValueError(message.format(f"{repo} could not be reached ({reason})")) from error
-    return pair[0], pair[1]
+    return shards
 
 
-def _reach(url: str, message: str) -> Any:
+def reach(url: str, message: str) -> Any:
     """Ask once and briefly: the libraries themselves retry for 24 s, or wait without a limit."""
     import requests  # tiktoken's client: the same proxies and certificates
 
@@ -687,6 +778,58 @@ def _reach(url: str, message: str) -> Any:
         reason = f"{url.split('?')[0]} could not be reached ({type(error).__name__})"
         raise ValueError(message.format(reason)) from error
     return response
+
+
+def open_source(config: Any, revision: str = "") -> Source:
+    """Open the data of a run, from the hub as of `revision` ("" for the latest).
+
+    Of `config` (train.Config) it reads data, tokenizer, init_from, seq_len, batch_size, workers,
+    seed, partition, val_documents and long_documents. Local data hold conversations where their
+    first row has `messages`. ValueError: the user's mistake in one line.
+    """
+    data, path = config.data, Path(config.data)
+    near = [Path(config.init_from)] if config.init_from else []  # the weights know that tokenizer
+    if data not in NAMED:
+        near.append(path if path.is_dir() else path.parent)
+    tokenizer = open_tokenizer(config.tokenizer, near)
+    name = f"{tokenizer.name} from {tokenizer.file}" if tokenizer.file else tokenizer.name
+    facts: Facts = {"data": data, "partition": config.partition}
+    facts |= {"tokenizer": name, "vocab_size": tokenizer.vocab_size}
+    if data in HUB:
+        training, held = hub_shards(data, facts, revision)
+    elif data in NAMED:
+        corpus = build_corpus()
+        facts |= json.loads((corpus / "corpus.json").read_text())
+        training, held = local_shards(corpus / data)
+    else:
+        training, held = local_shards(path)
+    chat = NAMED.get(data, False)
+    if data not in NAMED:
+        line, row = next(rows_of(training[0]), (1, b""))
+        chat = "messages" in fields_of(training[0], line, row)
+    facts["chat"] = chat
+    if not held:
+        held = [shard._replace(part="validation") for shard in training]
+        training = [shard._replace(part="training") for shard in training]
+        facts["validation"] = f"every {HOLD_OUT}th line of the files, held out of training"
+    split, module = config.long_documents == "split", config.partition == "module"
+    if chat and not tokenizer.chat:
+        raise ValueError(f"--tokenizer {tokenizer.name}: conversations need Llama 3's chat tokens")
+    if chat and split:
+        raise ValueError(f"--long-documents split: --data {data} holds conversations")
+    # JSON lines of texts are read as C4 is: they may be larger than a disk.
+    lines = all(isinstance(shard.rows, Lines) for shard in training)
+    stream = data == "c4" or (lines and not (chat or split or data == "docstrings"))
+    if stream and (split or module):
+        flag = "--long-documents split" if split else "--partition module"
+        raise ValueError(f"{flag}: --data {data} is streamed, which cannot be sorted or split")
+    source = (Streamed if stream else Indexed)(config, tokenizer, facts, (training, held))
+    if recorded := RECORDED_SHA256.get(data):
+        own = facts["corpus_sha256"] = facts["corpus"][f"{data}_sha256"]
+        other = f"differs from that of the recorded results ({recorded[:8]}): losses will differ"
+        verdict = "as the recorded results" if own == recorded else other
+        source.notes.append(f"corpus {own[:8]}, {verdict}")
+    return source
 
 
 # ------------------------------------------------------------------------- the built-in corpora
@@ -702,6 +845,10 @@ SKIPPED = {"tests", "test", "testing", "_vendor", "_inductor", "_dynamo", "_func
 RECORD = 96  # bytes; a record ends with the paragraph that reaches them
 LETTERS = 24  # fewest letters of a record
 VALIDATION = 13 / 256  # share of the modules
+RECORDED_SHA256 = {  # of the texts that the recorded results were trained on
+    "docstrings": "ecf5024a5b4aaf1aa08854cc65d2024fb3cc77a08fe54ef1ec262c17fa1df393",
+    "doctests": "b0c1d161b699e63d5990f9da75507d526208679b0cdea280a2281a316e7c340e",
+}
 FILES = {"docstrings": ("text", "json.gz", 4), "doctests": ("messages", "jsonl.gz", 1)}
 
 
@@ -710,20 +857,8 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
 
     `docstrings/*.json.gz` holds {"text", "timestamp", "url"} lines, `doctests/*.jsonl.gz`
     conversations ("messages"), `corpus.json` versions and counts; both folders also work as
-    `--data FOLDER`. Processes that start together wait for the first of them, and the result
-    appears by renaming: complete or not at all.
-
-    Args:
-        packages: Names by which packages are installed and imported. None is imported.
-
-    Returns:
-        The folder, in `AUTOLOCO_CACHE` or `~/.cache/autoloco`, named after versions and rules.
-
-    Raises:
-        ValueError: A package is missing, or the cache cannot be written.
+    `--data FOLDER`. No package is imported.
     """
-    from filelock import FileLock
-
     try:
         versions = {name: importlib.metadata.version(name) for name in packages}
     except importlib.metadata.PackageNotFoundError as error:
@@ -734,25 +869,14 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
     python = ".".join(platform.python_version_tuple()[:2])
     about = {"corpus_version": CORPUS_VERSION, "python": python, "packages": versions}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
-    corpus = cache / f"corpus-{key}"
-    try:
-        if not corpus.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{corpus}.lock"), tempfile.TemporaryDirectory(dir=cache) as scratch:
-                if not corpus.exists():  # the one that held the lock may have built it
-                    _write_corpus(Path(scratch, "corpus"), about)
-                    os.replace(Path(scratch, "corpus"), corpus)
-    except OSError as error:
-        raise ValueError(
-            f"{cache}: cannot write the corpus ({error}); set AUTOLOCO_CACHE"
-        ) from error
-    return corpus
+    return write_once(f"texts-{key}", lambda root: _write_corpus(root, about))
 
 
 def _write_corpus(root: Path, about: dict[str, Any]) -> None:
     """Extract, split by module, cut, de-duplicate and write."""
-    splits = ("train", "validation")
+    gc.disable()  # a syntax tree is millions of objects and no garbage: a third of the time
+    packages = ", ".join(about["packages"])
+    print(f"building the text of the tiny recipes, once: docstrings of {packages}", file=sys.stderr)
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {kind: ({}, {}) for kind in FILES}
     seen = set()
     for package, version in about["packages"].items():
@@ -772,20 +896,26 @@ def _write_corpus(root: Path, about: dict[str, Any]) -> None:
                     seen.add(letters)
                     row = {FILES[kind][0]: content, "timestamp": "1970-01-01T00:00:00Z", "url": url}
                     found[kind][split][text] = row
-    counts = {}
+    counts: dict[str, Any] = {}
     for kind, (_, suffix, files) in FILES.items():
         (root / kind).mkdir(parents=True)
+        digest = hashlib.sha256()  # of the texts alone: a url has the exact version
         for text in _near_copies(found[kind][1], found[kind][0]):
             del found[kind][1][text]
-        for rows, split_name, shards in zip(found[kind], splits, (files, 1), strict=True):
+        for rows, split_name, shards in zip(
+            found[kind], ("train", "validation"), (files, 1), strict=True
+        ):
             # Ordered by hash: a shuffle without a generator, so that the first n are a fair sample.
             texts_in_order = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
             counts[f"{kind}_{split_name}"] = len(rows)
+            digest.update("\0".join(texts_in_order).encode())
             for at in range(shards):
                 file = root / kind / f"{kind}-{split_name}.{at:05d}-of-{shards:05d}.{suffix}"
                 with open(file, "wb") as raw, gzip.GzipFile("", "wb", 1, raw, mtime=0) as out:
                     for text in texts_in_order[at::shards]:
                         out.write(json.dumps(rows[text], ensure_ascii=False).encode() + b"\n")
+        counts[f"{kind}_sha256"] = digest.hexdigest()
+    gc.enable()
     (root / "corpus.json").write_text(json.dumps({**about, "corpus": counts}, indent=1) + "\n")
 
 
@@ -797,29 +927,23 @@ def _docstrings(package: str) -> Iterator[tuple[str, str, str]]:
     assert spec and spec.submodule_search_locations, f"{package} is not a package"
     root = Path(spec.submodule_search_locations[0])
     files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
-    collecting = gc.isenabled()
-    gc.disable()  # a syntax tree is millions of objects and no garbage: half of the time
-    try:
-        for file in tqdm(files, f"docstrings of {package}", leave=False, mininterval=1):
-            parts = file.relative_to(root).with_suffix("").parts
-            source = b"" if SKIPPED & set(parts) else file.read_bytes()
-            if b'"""' not in source:
+    for file in tqdm(files, f"docstrings of {package}", leave=False, mininterval=1):
+        parts = file.relative_to(root).with_suffix("").parts
+        source = b"" if SKIPPED & set(parts) else file.read_bytes()
+        if b'"""' not in source:
+            continue
+        module = ".".join((package, *parts)).removesuffix(".__init__")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's escape sequences
+            try:
+                tree = ast.parse(source)
+            except SyntaxError:  # a template, or for another Python, which is part of the key
                 continue
-            module = ".".join((package, *parts)).removesuffix(".__init__")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # other people's escape sequences
-                try:
-                    tree = ast.parse(source)
-                except SyntaxError:  # a template, or for another Python, which is part of the key
-                    continue
-            for name, node in [("", tree), *_definitions(tree, "")]:
-                if text := ast.get_docstring(node):
-                    # Control characters and lone surrogates become spaces.
-                    text = re.sub(r"[^\n -~\xa1-\ud7ff\ue000-\U0010ffff]", " ", text)
-                    yield module, name, text
-    finally:
-        if collecting:
-            gc.enable()
+        for name, node in [("", tree), *_definitions(tree, "")]:
+            if text := ast.get_docstring(node):
+                # Control characters and lone surrogates become spaces.
+                text = re.sub(r"[^\n -~\xa1-\ud7ff\ue000-\U0010ffff]", " ", text)
+                yield module, name, text
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -884,102 +1008,3 @@ def _near_copies(validation: Iterable[str], training: Iterable[str]) -> list[str
     for text in training:
         shared |= every & runs(text)
     return [text for text, mine in own.items() if 2 * len(mine & shared) > len(mine)]
-
-
-# --------------------------------------------------------------------------------------- opening
-
-
-def open_source(
-    data: str,
-    tokenizer: str,
-    *,
-    seq_len: int,
-    batch_size: int,
-    workers: int,
-    seed: int,
-    partition: str,
-    val_documents: int,
-    chat: bool,
-    init_from: str,
-    revision: str = "",
-) -> Source:
-    """Open the data of a run.
-
-    Args:
-        data: "docstrings", "doctests", "c4", "ultrachat", or a path (`local_shards`).
-        tokenizer: "bytes", "gpt2" or "llama3".
-        seq_len: T, tokens.
-        batch_size: B, documents a worker and step.
-        workers: K.
-        seed: Of every order, >= 0.
-        partition: "iid" deals documents at random, "module" by source.
-        val_documents: Most validation documents.
-        chat: Read conversations (`messages`); loss on the assistant's tokens.
-        init_from: Folder of the initial weights, or "". A `tokenizer.model` in it or in its
-            `original/` is preferred to one beside local data: the weights were trained with it.
-        revision: Of a dataset on the hub, for a resume; "" for the latest.
-
-    Returns:
-        The source.
-
-    Raises:
-        ValueError: The user's mistake in one line: an unknown name, data that is not within reach,
-            or a damaged file with its line.
-    """
-    if partition not in ("iid", "module"):
-        raise ValueError(f"--partition {partition}: unknown; there are iid and module")
-    kinds = ("plain texts", "conversations")
-    if chat != NAMED.get(data, chat):
-        raise ValueError(f"--data {data} holds {kinds[not chat]}; this recipe needs {kinds[chat]}")
-    if chat and tokenizer == "gpt2":
-        raise ValueError("--tokenizer gpt2 has no chat tokens; conversations need bytes or llama3")
-    indexed = chat or data == "docstrings"
-    if partition == "module" and not indexed:
-        raise ValueError(f"--partition module: --data {data} is streamed, which cannot be sorted")
-    path = Path(data)
-    folders = [Path(init_from), Path(init_from, "original")] if init_from else []
-    if data not in NAMED:
-        folders.append(path if path.is_dir() else path.parent)
-    encoding, tokenizer_file = load_tokenizer(tokenizer, folders)
-    facts: dict[str, Any] = {"data": data, "partition": partition}
-    parts = ("", "")
-    hub = data in ("c4", "ultrachat")
-    if hub:
-        training, held = hub_shards(data, facts, revision)
-    else:
-        if data in NAMED:
-            corpus = build_corpus()
-            facts |= json.loads((corpus / "corpus.json").read_text())
-            path = corpus / data
-        training, held = local_shards(path)
-        if not held:
-            held, parts = training, ("training", "validation")
-            facts["validation"] = f"every {HOLD_OUT}th line of the files, held out of training"
-    settings: dict[str, Any] = {
-        "tokenizer": encoding,
-        "tokenizer_file": tokenizer_file,
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "workers": workers,
-        "seed": seed,
-        "chat": chat,
-        "val_documents": val_documents,
-        "facts": facts,
-    }
-    digest = hashlib.sha256()
-    if indexed:
-        feed = None if hub else digest  # of lines, not of gzip's bytes; the hub has its revision
-        documents = list(documents_of(training, chat, parts[0], feed))
-        settings["held"] = list(documents_of(held, chat, parts[1], feed))
-        source: Source = Indexed(documents=documents, partition=partition, **settings)
-    else:
-        settings["held"] = documents_of(held, chat, parts[1])
-        source = Streamed(shards=training, part=parts[0], **settings)
-        facts["shards"] = len(training)
-    if not hub and isinstance(source, Streamed):
-        source.check()
-        for shard in training + held:  # their content may be hundreds of gigabytes
-            digest.update(f"{shard.name} {os.path.getsize(shard.path)}\n".encode())
-    if not hub:
-        facts["sha256" if indexed else "sha256_of_names_and_sizes"] = digest.hexdigest()
-    return source

@@ -1,11 +1,7 @@
-"""DiLoCo: K local-update workers, their pseudo-gradients, the synchronisation and the baselines'
-schedules.
+"""DiLoCo: K local-update workers, their pseudo-gradients, the synchronisation; the baselines.
 
-The only file with collectives. K workers live on any number of ranks that divides K: a rank hosts
-K/ranks replicas and steps them in turn on one module, whose parameters and AdamW state are
-switched. Or one worker is sharded over several ranks with FSDP2. Every worker's pseudo-gradient
-takes the same path through the codec and is summed in worker order, so the result does not depend
-on the layout, bit for bit.
+The method stands first: the outer step, the workers, their synchronisation; then the baselines'
+schedules, the wire, and the ranks. The only file with collectives.
 
     paper       code        meaning
     K, k        workers     local-update workers; one of them
@@ -14,6 +10,11 @@ on the layout, bit for bit.
     Delta_k     delta       pseudo-gradient theta - theta_k: uphill, the outer step subtracts it
     m           momentum    outer momentum buffer
     g           mean        decoded mean pseudo-gradient
+
+K workers live on any number of ranks that divides K: a rank hosts K/ranks replicas and steps them
+in turn on one module, whose parameters and optimizer state are switched. Or one worker is sharded
+over several ranks with FSDP2. Every pseudo-gradient takes the same path through the codec and is
+summed in worker order, so the result does not depend on the layout, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import time
+import socket
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate, groupby
@@ -35,53 +38,509 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoloco
-from data import IGNORE, Batch
-from quant import GPU_SLAB, SLAB, Chunk, Codec, chunks
+from model import IGNORE
+from quant import CODECS, GPU_SLAB, SLAB, Chunk, Codec, chunks
+
+# ---------------------------------------------------------------- the outer step (D.1, B.4)
+
+
+def nesterov(
+    theta: Tensor, momentum: Tensor, gradient: Tensor, retention: float, step: float
+) -> Tensor:
+    """Corrected Nesterov outer step, in place on theta and momentum; returns g + mu_t m.
+
+        m <- mu_t m + g;   theta <- theta - alpha_0 kappa_t (g + mu_t m)                D.1, B.4
+
+    All (n,) fp32: theta the shared parameters, momentum m, which is never rescaled (B.4), gradient
+    g the (normalised) mean pseudo-gradient; retention is mu_t, step alpha_0 kappa_t. The order of
+    operations is torch.optim.SGD's, so that the two agree bit for bit.
+    """
+    momentum.mul_(retention).add_(gradient)
+    update = torch.add(gradient, momentum, alpha=retention)
+    theta.add_(update, alpha=-step)  # fused, and rounds differently from mul then add
+    return update
+
+
+# ---------------------------------------------------------------- workers
+
+RECORD = ("loss", "targets", "tokens", "grad_norm")  # sums of one local step of one worker
+Records = dict[str, Tensor]  # name of RECORD -> (K, H_t) float64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one synchronisation measured, the same on every rank.
+
+    `values` are its named statistics: log and report show whatever stands there.
+    """
+
+    values: dict[str, float]  # drift: D_t, NaN if a worker was not finite; coherence: C_t; ...
+    records: Records
+    excluded: tuple[int, ...]  # workers left out because their pseudo-gradient was not finite
+
+    @property
+    def tokens(self) -> int:
+        """Non-padding tokens of all workers."""
+        return int(self.records["tokens"].sum())
+
+
+class Replica:
+    """One local-update worker of this rank: parameters, optimizer states, flat buffers by name."""
+
+    def __init__(self, tensors: list[Tensor], states: list[Any], names: Iterable[str]) -> None:
+        self.tensors, self.states = tensors, states
+        self.local = [local_tensor(tensor) for tensor in tensors]
+        self.buffers = {name: [torch.zeros_like(t) for t in self.local] for name in names}
+        self.buffers["local"] = self.local
+
+
+class Workers:
+    """What local-update and data-parallel workers share: gradients of a batch, the records of an
+    interval, and what a checkpoint holds.
+
+    A subclass declares its buffers, each a flat fp32 tensor a parameter: the two lists below drive
+    allocation, checkpoint, restore and the memory estimate.
+
+    Raises nothing of its own; `model` maps (inputs, targets) to the summed loss, `optimizers` are
+    the inner ones over its parameters, `clip` is the largest gradient norm (0: none), `micro_batch`
+    the rows of a forward pass (0: the whole batch).
+    """
+
+    shared_buffers: tuple[str, ...] = ("shared",)  # of all workers, the same on every rank
+    worker_buffers: tuple[str, ...] = ()  # of each worker, beside its own parameters
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        ranks: Ranks,
+        codec: Codec = CODECS["fp32"],
+        *,
+        outer_lr: float = 0.7,
+        outer_step: Callable[..., Tensor] = nesterov,
+        clip: float = 0.0,
+        micro_batch: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.ranks = model, list(optimizers), ranks
+        self.outer_lr, self.outer_step = outer_lr, outer_step
+        self.clip, self.micro_batch, self.autocast = clip or math.inf, micro_batch, autocast
+        self.names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
+        self.parameters = list(model.parameters())
+        own = Replica([p.data for p in self.parameters], self._states(), self.worker_buffers)
+        self.replicas = [own]
+        self.wire = Wire(ranks, codec, [tensor.numel() for tensor in own.local])
+        self.buffers = {
+            name: [torch.zeros_like(tensor) for tensor in own.local]
+            for name in self.shared_buffers[1:]
+        }
+        self.begin(0)
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """Theta, flat: what all workers start an interval from."""
+        return self.buffers["shared"]
+
+    def _states(self) -> list[Any]:
+        return [optimizer.state for optimizer in self.optimizers]
+
+    def begin(self, steps: int) -> None:
+        """Start an interval of `steps` local steps."""
+        hosted = len(self.ranks.hosted)
+        zeros = torch.zeros(len(RECORD), hosted, steps, dtype=torch.float64)
+        self.records = dict(zip(RECORD, zeros.to(self.ranks.device), strict=True))
+        self.done = [0] * hosted  # steps of this interval, by hosted worker
+
+    def set_lr(self, lr: float) -> None:
+        """Inner learning rate of the next step; a group's `lr_ratio`, if any, multiplies it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_ratio", 1.0)
+
+    def backward(self, batch: Any) -> tuple[Tensor, int, int]:
+        """Accumulate the gradient of the token-averaged loss of one worker's batch.
+
+        Micro-batches are weighted by their targets: each is divided by the targets of the whole
+        batch. Under sharding each rank takes every S-th row. Returns loss sum, targets and
+        non-padding tokens of the rows that this rank computed.
+        """
+        shards, shard, device = self.ranks.ranks_per_worker, self.ranks.shard, self.ranks.device
+        total = max(1, int((batch.targets != IGNORE).sum()))
+        inputs, targets = batch.inputs[shard::shards], batch.targets[shard::shards]
+        if len(inputs) < math.ceil(len(batch.inputs) / shards):
+            # ALL RANKS of a worker: as many micro-batches here, or FSDP2's collectives hang. A rank
+            # with a row less, or none, fills up with one in which nothing counts.
+            inputs = torch.cat([inputs, batch.inputs[:1]])
+            targets = torch.cat([targets, torch.full_like(batch.targets[:1], IGNORE)])
+        rows = self.micro_batch or max(1, len(inputs))
+        loss_sum = torch.zeros((), device=device)
+        mixed = torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+        for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
+            with mixed:
+                loss = self.model(x.to(device, non_blocking=True), y)
+            # FSDP2 adds the shards' gradients up (its divide factor is set to 1).
+            (loss / total).backward()
+            loss_sum += loss.detach()
+        own = int((targets != IGNORE).sum())
+        return loss_sum, own, batch.tokens if shard == 0 else 0
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients' norm in place; returns the norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
+
+    def _record(self, row: int, loss: Tensor, targets: int, tokens: int, norm: Any) -> None:
+        norm = norm if self.ranks.shard == 0 else 0.0  # shards are summed
+        for name, value in zip(RECORD, (loss, targets, tokens, norm), strict=True):
+            self.records[name][row, self.done[row]] = value
+        self.done[row] += 1
+
+    def _collect(self, extra: Tensor) -> tuple[Records, Tensor]:
+        """The interval's scalars, the same on all ranks: one vector a rank, summed over the shards
+        of each worker. `extra` (hosted, n) float64 comes back as (K, n).
+        """
+        hosted, K = len(self.ranks.hosted), self.ranks.workers
+        columns = [extra.cpu(), *(self.records[name].cpu() for name in RECORD)]
+        rows = self.ranks.gather(torch.cat(columns, dim=1).view(-1))
+        table = rows.view(self.ranks.groups, self.ranks.ranks_per_worker, hosted, -1).sum(1)
+        found = table.view(K, -1).split([column.shape[1] for column in columns], dim=1)
+        return dict(zip(RECORD, found[1:], strict=True)), found[0]
+
+    def stop_asked(self) -> bool:
+        """Whether to leave the local phase. Ranks that share a worker leave at the same step, since
+        its steps hold collectives.
+        """
+        return self.ranks.any(self.ranks.stopping, shards=True)
+
+    def step(self, row: int, batch: Any, lr: float) -> None:
+        """One inner step of a hosted worker on its own batch."""
+        raise NotImplementedError
+
+    def synchronise(self, plan: autoloco.Plan) -> Measured:
+        """End an interval: the same shared parameters and the same statistics on every rank."""
+        raise NotImplementedError
+
+    def switch(self, row: int) -> None:
+        """Put a hosted worker's parameters and optimizer states (A2) into module and optimizers."""
+        if len(self.replicas) > 1:
+            replica = self.replicas[row]
+            for parameter, tensor in zip(self.parameters, replica.tensors, strict=True):
+                parameter.data = tensor
+            for optimizer, state in zip(self.optimizers, replica.states, strict=True):
+                optimizer.state = state
+
+    # What a checkpoint holds, by `KIND.PARAMETER`.
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What all workers share."""
+        return self._named(self.buffers)
+
+    def worker_state(self, row: int) -> dict[str, Tensor]:
+        """What belongs to one hosted worker; its own parameters only inside an interval."""
+        self.switch(row)
+        buffers = dict(self.replicas[row].buffers)
+        if not self.done[row]:
+            del buffers["local"]
+        records = {name: self.records[name][row].cpu() for name in RECORD}
+        return (
+            records | {"done": torch.tensor(self.done[row])} | self._named(buffers) | self._inner()
+        )
+
+    def load_shared(self, saved: Mapping[str, Tensor]) -> None:
+        """Inverse of `shared_state`; every replica starts from the shared parameters."""
+        self._fill(self.buffers, saved)
+        for replica in self.replicas:
+            _copy(self.shared, replica.local)
+
+    def load_worker(self, row: int, saved: Mapping[str, Tensor]) -> None:
+        """Inverse of `worker_state`."""
+        if self.records["loss"].shape[1] != len(saved["loss"]):
+            self.begin(len(saved["loss"]))
+        for name in RECORD:
+            self.records[name][row] = saved[name]
+        self.done[row] = int(saved["done"])
+        self.switch(row)
+        self._load_inner(saved)
+        buffers = dict(self.replicas[row].buffers)
+        if not self.done[row]:
+            del buffers["local"]
+        self._fill(buffers, saved)
+
+    def _named(self, buffers: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        shapes = [unsharded(tensor).shape for tensor in self.replicas[0].tensors]
+        return {
+            f"{kind}.{name}": tensor.view(shape)
+            for kind, tensors in buffers.items()
+            for name, tensor, shape in zip(self.names, tensors, shapes, strict=True)
+        }
+
+    def _fill(self, buffers: Mapping[str, list[Tensor]], saved: Mapping[str, Tensor]) -> None:
+        for kind, tensors in buffers.items():
+            for name, tensor in zip(self.names, tensors, strict=True):
+                value = saved[f"{kind}.{name}"].view(-1)
+                if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                    raise ValueError(f"{kind}.{name} has another shape or dtype")
+                tensor.copy_(value)
+
+    def _inner(self) -> dict[str, Tensor]:
+        """Optimizer state of the worker that is switched in."""
+        found = {}
+        for optimizer in self.optimizers:
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    number = not isinstance(value, Tensor)
+                    tensor = torch.tensor(value) if number else unsharded(value)
+                    found[f"{'number' if number else 'optimizer'}.{key}.{name}"] = tensor
+        return found
+
+    def _load_inner(self, saved: Mapping[str, Tensor]) -> None:
+        """Inverse of `_inner`; a state has whatever shape its optimizer gave it."""
+        parameters = dict(zip(self.names, self.parameters, strict=True))
+        owner: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                owner |= {id(parameter): optimizer for parameter in group["params"]}
+        for full, value in saved.items():
+            kind, _, rest = full.partition(".")
+            key, _, name = rest.partition(".")
+            if kind in ("number", "optimizer"):
+                parameter = parameters[name]
+                restored: Any = value.item() if kind == "number" else value.to(parameter.device)
+                if hasattr(parameter, "placements") and value.shape == unsharded(parameter).shape:
+                    restored = torch.zeros_like(parameter, dtype=value.dtype).detach()
+                    unsharded(restored).copy_(value)
+                owner[id(parameter)].state[parameter][key] = restored
+
+
+class LocalUpdate(Workers):
+    """DiLoCo and AutoLoCo: workers that train apart and synchronise through pseudo-gradients (D.1,
+    B.5).
+    """
+
+    shared_buffers = ("shared", "momentum")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        own = self.replicas[0]
+        for _ in self.ranks.hosted[1:]:
+            states: list[Any] = [defaultdict(dict) for _ in self.optimizers]
+            clones = [tensor.clone() for tensor in own.tensors]
+            self.replicas.append(Replica(clones, states, self.worker_buffers))
+        self.buffers = {"shared": [tensor.clone() for tensor in own.local]} | self.buffers
+
+    def step(self, row: int, batch: Any, lr: float) -> None:
+        """One inner step of a hosted worker on its own batch. No communication."""
+        self.switch(row)
+        self.set_lr(lr)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss, targets, tokens = self.backward(batch)
+        norm = self._clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._record(row, loss, targets, tokens, norm)
+
+    def synchronise(self, plan: autoloco.Plan) -> Measured:
+        """Average the pseudo-gradients, take the corrected outer step, give every worker the same
+        parameters.
+
+            D_t = 1/K sum_k ||Delta_k||^2,   C_t = ||mean_k Delta_k||^2 / D_t           C.1, A1
+
+        Two passes over memory: Delta_k over the dead local weights with its norm; then mean,
+        momentum, theta and write-back, chunk by chunk in the cache. D is of the local deltas before
+        the codec, C's numerator of the mean as decoded (G.1). A worker whose Delta is not finite is
+        left out, and starts again from the shared parameters with fresh inner states.
+        """
+        squares = torch.stack([self.pseudo_gradient(row) for row in range(len(self.replicas))])
+        records, norms = self._collect(squares[:, None])
+        include = norms[:, 0].isfinite().tolist()
+        excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
+        for row, worker in enumerate(self.ranks.hosted):
+            if worker in excluded:
+                for state in self.replicas[row].states:
+                    state.clear()
+        mean_square, update_square = self._move(plan, include)
+        drift = float(norms.sum()) / self.ranks.workers
+        values = {
+            "drift": drift,
+            "coherence": mean_square / drift if drift > 0 else math.nan,
+            "update_norm": math.sqrt(update_square),
+        }
+        self.begin(0)
+        return Measured(values, records, excluded)
+
+    def pseudo_gradient(self, row: int) -> Tensor:
+        """Write Delta_k = theta - theta_k over theta_k; returns ||Delta_k||^2, float64.
+
+        fp32 dots of cache-sized chunks, float64 across chunks: float64 over whole tensors costs 4
+        to 14 times a dot.
+        """
+        squares = []
+        for chunk in self.wire.chunks:
+            delta = _cut(self.replicas[row].local, chunk)
+            torch.sub(_cut(self.shared, chunk), delta, out=delta)
+            squares.append(torch.dot(delta, delta))
+        return _stack(squares).double().sum()
+
+    def _move(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
+        """Second pass; returns the squared norms of the decoded mean and of the update."""
+        if not any(include):  # nothing to learn from: the interval is discarded
+            for replica in self.replicas:
+                _copy(self.shared, replica.local)
+            return math.nan, 0.0
+        step, momentum = self.outer_lr * plan.step_scale, self.buffers["momentum"]
+        means, updates = [], []
+        for chunk, mean in self.wire.mean([replica.local for replica in self.replicas], include):
+            means.append(torch.dot(mean, mean))
+            if plan.divisor != 1.0:
+                mean = mean.div_(plan.divisor)
+            theta = _cut(self.shared, chunk)
+            update = self.outer_step(theta, _cut(momentum, chunk), mean, plan.momentum, step)
+            updates.append(torch.dot(update, update))
+            for replica in self.replicas:
+                _cut(replica.local, chunk).copy_(theta)
+        sums = torch.stack([_stack(means), _stack(updates)]).double().sum(1).cpu()
+        # A dot differs in its last bit between kinds of processor and numbers of threads: the first
+        # worker's ranks speak for all.
+        sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)
+        mean_square, update_square = sums.tolist()
+        return mean_square, update_square * step * step
+
+
+class DataParallel(Workers):
+    """The DDP baseline (E.2): one model per rank, gradients averaged every step. Workers are
+    weighted equally although their documents differ in length (A26).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.buffers = {"shared": self.replicas[0].local}
+        self._pending: list[tuple[Tensor, int, int]] = []
+        self._gradients: list[list[Tensor]] = []
+        self._stop = False
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Parameters and the one optimizer state."""
+        return super().shared_state() | self._inner()
+
+    def worker_state(self, row: int) -> dict[str, Tensor]:
+        """The records of this interval."""
+        records = {name: self.records[name][row].cpu() for name in RECORD}
+        return records | {"done": torch.tensor(self.done[row])}
+
+    def load_shared(self, saved: Mapping[str, Tensor]) -> None:
+        """Inverse of `shared_state`."""
+        super().load_shared(saved)
+        self._load_inner(saved)
+
+    def _load_inner(self, saved: Mapping[str, Tensor]) -> None:
+        if any(key.startswith("optimizer.") for key in saved):  # a worker's file holds none
+            super()._load_inner(saved)
+
+    def stop_asked(self) -> bool:
+        """As all ranks learned in the latest step, whose gradients they averaged together."""
+        return self._stop
+
+    def step(self, row: int, batch: Any, lr: float) -> None:
+        """Gradient of one hosted worker; after the last one, average, clip and step."""
+        self.set_lr(lr)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._pending.append(self.backward(batch))
+        self._gradients.append([p.grad for p in self.parameters if p.grad is not None])
+        assert len(self._gradients[-1]) == len(self.parameters), "a parameter without a gradient"
+        if row < len(self.ranks.hosted) - 1:
+            return
+        hosted = [[local_tensor(g) for g in gradient] for gradient in self._gradients]
+        for chunk, mean in self.wire.mean(hosted, [True] * self.ranks.workers):
+            _cut(hosted[-1], chunk).copy_(mean)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.parameters if p.grad is not None]
+        )
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        # One small message a step: the first rank's norm, since a norm's last bit differs between
+        # kinds of processor, and whether some rank was asked to stop.
+        told = self.ranks.gather(torch.tensor([float(norm), self.ranks.stopping]).double())
+        norm, self._stop = told[0, 0].to(norm), bool(told[:, 1].any())
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for index, (loss, targets, tokens) in enumerate(self._pending):
+            self._record(index, loss, targets, tokens, norm)
+        self._pending, self._gradients = [], []
+
+    def synchronise(self, plan: autoloco.Plan) -> Measured:
+        """Collect the interval's records. The workers never part: drift 0, coherence 1. A step
+        whose gradient was not finite was skipped, and counts against all of them.
+        """
+        records, _ = self._collect(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
+        finite = torch.stack(list(records.values())).isfinite().all(2).all(0).tolist()
+        excluded = tuple(worker for worker, whole in enumerate(finite) if not whole)
+        self.begin(0)
+        return Measured({"drift": 0.0, "coherence": 1.0, "update_norm": 0.0}, records, excluded)
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """This rank's elements in their shape: all of a tensor, or its FSDP2 shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's elements of a parameter or gradient, flat."""
+    return unsharded(tensor).view(-1)
+
+
+def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
+    return tensors[chunk.tensor][chunk.start : chunk.stop]
+
+
+def _stack(scalars: list[Tensor]) -> Tensor:
+    return torch.stack(scalars) if scalars else torch.zeros(0)  # a shard may hold nothing
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
 
 # ---------------------------------------------------------------- fixed schedules (E.2)
 
 
-def fixed_schedule(steps: int, horizon: int) -> tuple[int, ...]:
-    """DiLoCo's intervals: `horizon` steps each, the last one what is left (E.2).
+def fixed_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
+    """DiLoCo's intervals: H_base steps each, the last one what is left (E.2).
 
-    >>> fixed_schedule(22, 5)
+    >>> fixed_schedule(autoloco.Rules(22, 1e-3, 0, 5))
     (5, 5, 5, 5, 2)
     """
-    left = steps % horizon
-    return (horizon,) * (steps // horizon) + ((left,) if left else ())
+    whole, left = divmod(rules.steps, rules.base_horizon)
+    return (rules.base_horizon,) * whole + ((left,) if left else ())
 
 
-def linear_schedule(steps: int, base_horizon: int) -> tuple[int, ...]:
-    """Linear-Interval: H grows linearly over steps/H_base synchronisations (E.2; 10 -> 990 over 100
-    for C4).
+def linear_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
+    """Linear-Interval: H grows linearly over T/H_base synchronisations, from H_base/50 (at least 1)
+    to 2 H_base less that (E.2). The ends of the intervals are rounded, not their lengths, so the
+    sum is exactly T.
 
-    From H_base/50, at least 1, to 2 H_base less that. The ends of the intervals are rounded, not
-    their lengths, so the sum is exactly `steps`.
-
-    >>> schedule = linear_schedule(50_000, 500)
+    >>> schedule = linear_schedule(autoloco.Rules(50_000, 4e-4, 1000, 500))
     >>> len(schedule), sum(schedule), schedule[0], schedule[-1]
     (100, 50000, 10, 990)
     """
-    count = max(1, math.ceil(steps / base_horizon))
-    first = max(1.0, base_horizon / 50)
-    slope = (2 * base_horizon - 2 * first) / max(1, count - 1)
+    count = max(1, math.ceil(rules.steps / rules.base_horizon))
+    first = max(1.0, rules.base_horizon / 50)
+    slope = (2 * rules.base_horizon - 2 * first) / max(1, count - 1)
     ends = list(accumulate(first + slope * i for i in range(count)))
-    cuts = sorted({round(steps * end / ends[-1]) for end in ends} - {0})
+    cuts = sorted({round(rules.steps * end / ends[-1]) for end in ends} - {0})
     return tuple(b - a for a, b in zip([0, *cuts], cuts, strict=False))
 
 
 def qsr_horizon(alpha: float, lr: float, base_horizon: int, left: int) -> int:
-    """Quadratic Synchronisation Rule (E.2, A23).
+    """Quadratic Synchronisation Rule (E.2, A23): alpha is its growth coefficient, in units of the
+    learning rate; lr is eta at the interval's start, at least 0; `left` steps of the run are left.
 
         H = max(H_base, floor((alpha / eta)^2)), at most the steps left
-
-    Args:
-        alpha: growth coefficient, in units of the learning rate.
-        lr: eta at the interval's start, >= 0.
-        base_horizon: H_base, steps.
-        left: steps left in the run, >= 1.
-    Returns:
-        H, steps.
 
     >>> qsr_horizon(0.3, 0.1, 4, 100)  # (0.3/0.1)**2 is 8.999999999999998 in floats
     9
@@ -90,9 +549,9 @@ def qsr_horizon(alpha: float, lr: float, base_horizon: int, left: int) -> int:
     """
     # Clamped before the conversion: eta may be 0, and a product overflows to inf where ** raises.
     square = (alpha / lr) * (alpha / lr) if lr > 0 else math.inf
-    return (
-        left if square >= left else min(left, max(base_horizon, math.floor(square * (1 + 1e-12))))
-    )
+    if square >= left:
+        return left
+    return min(left, max(base_horizon, math.floor(square * (1 + 1e-12))))
 
 
 def qsr_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
@@ -103,12 +562,11 @@ def qsr_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
     alpha, step = math.sqrt(rules.base_horizon) * rules.lr, 0
     while step < rules.steps:
         left = rules.steps - step
-        if step < rules.warmup:
-            intervals.append(min(left, rules.base_horizon))
-        else:
-            lr = autoloco.inner_lr(rules, step)
-            intervals.append(qsr_horizon(alpha, lr, rules.base_horizon, left))
-        step += intervals[-1]
+        horizon = min(left, rules.base_horizon)
+        if step >= rules.warmup:
+            horizon = qsr_horizon(alpha, autoloco.inner_lr(rules, step), rules.base_horizon, left)
+        intervals.append(horizon)
+        step += horizon
     return tuple(intervals)
 
 
@@ -130,13 +588,10 @@ def format_runs(runs: Iterable[Sequence[int]]) -> str:
     return " ".join(f"{n}x{steps}" if n > 1 else str(steps) for n, steps in runs)
 
 
-def parse_intervals(text: str) -> tuple[int, ...]:
-    """Inverse of `format_runs`; commas separate as well.
+def parse_runs(text: str) -> tuple[int, ...]:
+    """Inverse of `format_runs`; commas separate as well. ValueError names --horizons and the part.
 
-    Raises:
-        ValueError: naming --horizons and the part that is not `STEPS` or `COUNTxSTEPS`.
-
-    >>> parse_intervals("2x500,250")
+    >>> parse_runs("2x500,250")
     (500, 500, 250)
     """
     intervals: list[int] = []
@@ -150,48 +605,141 @@ def parse_intervals(text: str) -> tuple[int, ...]:
     return tuple(intervals)
 
 
+# ---------------------------------------------------------------- the wire (G)
+
+
+class Wire:
+    """The mean of one tensor list per worker, every part through the codec (G).
+
+    All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, then
+    all-gather. Whole chunks, hence whole blocks, are handed out, a contiguous part to each group of
+    ranks.
+    """
+
+    def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
+        self.ranks, self.codec = ranks, codec
+        # A GPU wants few large chunks, a CPU those that stay in its cache.
+        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else GPU_SLAB)
+        sizes = [codec.nbytes(chunk) for chunk in self.chunks]
+        self.payload_bytes = sum(sizes)
+        self.me = ranks.rank // ranks.ranks_per_worker
+        self.parts: list[list[Chunk]] = [[] for _ in range(ranks.groups)]
+        for chunk, before in zip(self.chunks, accumulate(sizes, initial=0), strict=False):
+            self.parts[before * ranks.groups // self.payload_bytes].append(chunk)
+
+    def mean(
+        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Average over workers, chunk by chunk, as every worker decodes it.
+
+            mean = decode(encode(1/K' sum_k decode(encode(Delta_k))))                   G
+
+        k in worker order over the K' included workers; `hosted` are 1-D fp32 tensors of each worker
+        of this rank, `include` (K,) is the same on all ranks and has at least one. Yields every
+        chunk in order with the decoded mean, (n,) fp32, which the caller may change; `hosted` is
+        overwritten where that saves a copy.
+        """
+        others = [group for group in range(self.ranks.groups) if group != self.me]
+        sent = {
+            group: torch.stack([self._encode(group, tensors) for tensors in hosted])
+            for group in others
+        }
+        size = self._bytes(self.me)
+        received = {group: self._empty(len(hosted), size) for group in others}
+        self.ranks.exchange(sent, received)
+        del sent
+        rows: list[Any] = []  # of each worker, in order: its tensors here, or its bytes
+        for group in range(self.ranks.groups):
+            rows += hosted if group == self.me else received[group]
+        rows = [row for row, counts in zip(rows, include, strict=True) if counts]
+        own = zip(self.parts[self.me], self._average(rows), strict=True)
+        if not others:  # nothing travels, so no message is made
+            yield from ((chunk, self._recode(chunk, mean)) for chunk, mean in own)
+            return
+        means = {self.me: self._empty(size)}
+        for (chunk, mean), slot in zip(own, self._slots(self.me, means[self.me]), strict=True):
+            self.codec.encode(mean, chunk.block, slot)
+        del rows, received
+        means |= {group: self._empty(self._bytes(group)) for group in others}
+        mine = means.pop(self.me)
+        self.ranks.exchange(dict.fromkeys(others, mine), means)
+        means[self.me] = mine
+        for group, part in enumerate(self.parts):
+            for chunk, slot in zip(part, self._slots(group, means[group]), strict=True):
+                yield chunk, self._decode(chunk, slot)
+
+    def _bytes(self, group: int) -> int:
+        return sum(map(self.codec.nbytes, self.parts[group]))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.uint8, device=self.ranks.device)
+
+    def _slots(self, group: int, message: Tensor) -> Sequence[Tensor]:
+        """Where the encodings of a group's chunks stand in its message."""
+        return message.split([self.codec.nbytes(chunk) for chunk in self.parts[group]])
+
+    def _encode(self, group: int, tensors: Sequence[Tensor]) -> Tensor:
+        message = self._empty(self._bytes(group))
+        for chunk, slot in zip(self.parts[group], self._slots(group, message), strict=True):
+            self.codec.encode(_cut(tensors, chunk), chunk.block, slot)
+        return message
+
+    def _decode(self, chunk: Chunk, slot: Tensor) -> Tensor:
+        out = torch.empty(chunk.stop - chunk.start, device=self.ranks.device)
+        return self.codec.decode(slot, chunk.block, out)
+
+    def _recode(self, chunk: Chunk, source: Tensor) -> Tensor:
+        """decode(encode(source)), what the other side would see."""
+        if self.codec.name == "fp32":
+            return source
+        slot = self._empty(self.codec.nbytes(chunk))
+        self.codec.encode(source, chunk.block, slot)
+        return self._decode(chunk, slot)
+
+    def _average(self, rows: Sequence[Any]) -> Iterator[Tensor]:
+        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
+        it does not depend on the layout.
+        """
+        part = self.parts[self.me]
+        slots = [self._slots(self.me, row) if isinstance(row, Tensor) else None for row in rows]
+        for index, chunk in enumerate(part):
+            total = None
+            for row, encoded in zip(rows, slots, strict=True):
+                if encoded is None:
+                    source = self._recode(chunk, _cut(row, chunk))
+                else:
+                    source = self._decode(chunk, encoded[index])
+                total = source if total is None else total.add_(source)
+            assert total is not None, "at least one worker is included"
+            yield total.div_(len(rows)) if len(rows) > 1 else total
+
+
 # ---------------------------------------------------------------- ranks
+
+
+class Disagreement(ValueError):
+    """Ranks were started differently: the user's mistake, and all ranks know of it."""
 
 
 class Failure(RuntimeError):
     """The run cannot go on, and it is not the user's mistake: one line for them, no traceback."""
 
 
-class LostPeer(Failure):
-    """Another rank is gone or did not arrive in time; the message names it."""
-
-
-class Stop(Exception):
-    """SIGTERM or SIGINT came to some rank: finish the step, save, leave with 0."""
-
-
 @dataclass
 class Ranks:
-    """Where this process stands: rank = (worker group) * ranks_per_worker + shard.
+    """Where this process stands: rank = (worker group) * ranks_per_worker + shard."""
 
-    Args:
-        rank: global rank.
-        world: number of ranks.
-        workers: K.
-        ranks_per_worker: S; above 1 each rank hosts a shard of one worker.
-        device: of parameters and computation.
-        timeout: how long a synchronisation waits for the slowest rank.
-        store: key-value store of the launch; None in a single process.
-        wire_device: where encoded bytes travel from: the CPU under gloo.
-    """
-
-    rank: int
-    world: int
-    workers: int
-    ranks_per_worker: int = 1
+    rank: int = 0
+    world: int = 1
+    workers: int = 1  # K
+    ranks_per_worker: int = 1  # S; above 1 each rank hosts a shard of one worker
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    timeout: timedelta = timedelta(minutes=30)
-    store: Any = None
-    wire_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    mesh: Any = None
+    wire_device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # CPU under gloo
+    shard_group: Any = None  # of the ranks that share this one's worker; None where S is 1
     bytes_sent: int = 0
-    met: list[str] = field(default_factory=list)
-    next_look: float = 0.0
+    stopping: bool = False  # a signal came, to this rank or to another
+    _leaving: threading.Event = field(default_factory=threading.Event)
+    _watch: threading.Thread | None = None
 
     @property
     def groups(self) -> int:
@@ -204,17 +752,6 @@ class Ranks:
         return self.rank % self.ranks_per_worker
 
     @property
-    def everyone(self) -> range:
-        """All ranks."""
-        return range(self.world)
-
-    @property
-    def shards(self) -> range:
-        """The ranks that share this one's worker: with S = 1 only itself."""
-        first = self.rank - self.shard
-        return range(first, first + self.ranks_per_worker)
-
-    @property
     def hosted(self) -> range:
         """The workers of this rank, in worker order."""
         per_rank = self.workers // self.groups
@@ -222,205 +759,119 @@ class Ranks:
         return range(first, first + per_rank)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Every rank's vector, in rank order: the only scalars that travel.
+        """Every rank's vector, (world, n) in rank order: the only scalars that travel.
 
-        Args:
-            values: (n,), float64 or int64, on the CPU; n is the same on all ranks.
-        Returns:
-            (world, n).
+        `values` is (n,) on the CPU, of the same length on all ranks.
         """
-        rows = values.repeat(self.world, 1)
-        others = [(self.rank + i) % self.world for i in range(1, self.world)]
+        if self.world == 1:
+            return values[None]
+        rows = values.new_empty(self.world, len(values))
         # ALL RANKS: same length here, or this hangs.
-        message = values.contiguous()
-        sends = ((rank, message) for rank in others)
-        self.exchange(sends, {rank: rows[rank] for rank in others})()
+        dist.all_gather(list(rows), values.contiguous())
+        self.bytes_sent += (self.world - 1) * values.numel() * values.element_size()
         return rows
 
-    def exchange(
-        self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]
-    ) -> Callable[[], None]:
-        """One message to and from each of some other ranks, in the same order on all of them.
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's small object, in rank order."""
+        found = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, value)
+        return found
 
-        All are under way at once, so that every link is shared evenly: one after the other took
-        1.15 times as long on links of 1 Gbit/s, since two ranks then send to the same one while
-        another one waits.
+    def share(self, value: Any) -> Any:
+        """The first rank's small object, on every rank."""
+        found = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return found[0]
 
-        Args:
-            sends: (rank, contiguous tensor), drawn one by one while those before it travel.
-            receives: rank -> contiguous tensor, written.
-        Returns:
-            Waits until all messages have left and arrived; until then the tensors are in use.
-        Raises:
-            LostPeer: naming the rank that is gone; the returned function raises it too.
+    def any(self, flag: bool, shards: bool = False) -> bool:
+        """Whether the flag is set on some rank, or on some shard of this rank's worker."""
+        if self.world == 1 or (shards and self.shard_group is None):
+            return flag
+        seen = torch.tensor(int(flag))
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.shard_group if shards else None)
+        return bool(seen)
+
+    def agree(self, facts: Mapping[str, Any], error: type[Exception], apart: int = 1) -> None:
+        """Compare what must be the same on all ranks, or on every `apart`-th; the error names what
+        differs, and the rank.
         """
-        targets = [(target, peer) for peer, target in receives.items() if target.numel()]
-        together = self.wire_device.type == "cuda"  # NCCL must know all of them as one group
-        operations = [dist.P2POp(dist.irecv, *pair) for pair in targets if together]
-        works: list[tuple[Any, int]] = []
-        if not together:
-            works = [(self._reach(peer, dist.irecv, t, peer), peer) for t, peer in targets]
-        for peer, message in sends:
-            if message.numel():
-                self.bytes_sent += message.numel() * message.element_size()
-                if together:
-                    operations.append(dist.P2POp(dist.isend, message, peer))
-                else:
-                    works.append((self._reach(peer, dist.isend, message, peer), peer))
-        if operations:
-            works = [(work, -1) for work in self._reach(-1, dist.batch_isend_irecv, operations)]
+        found = self.gather_objects(dict(facts))
+        for rank, own in enumerate(found):
+            for name, value in found[rank % apart].items():
+                if own.get(name) != value:
+                    words = f"rank {rank} has {own.get(name)}, rank {rank % apart} has {value}"
+                    raise error(f"{name}: {words}")
 
-        def finish() -> None:
-            for work, peer in works:  # once each: gloo would never end a second wait
-                self._reach(peer, work.wait)
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """One message to and from each other group's rank of the same shard, all at once.
 
-        return finish
-
-    def _reach(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0], self.everyone, peer) from None
-
-    @contextmanager
-    def naming_lost_shards(self) -> Iterator[None]:
-        """Around collectives of one worker's ranks, which FSDP2 starts by itself.
-
-        Raises:
-            LostPeer: naming the rank that is gone, instead of the backend's error.
+        Contiguous tensors, the received ones are written. Where the wire is on the CPU and the
+        tensors are not, they are staged.
         """
-        try:
-            yield
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistBackendError) or "gloo" in str(error)):
-                raise
-            raise self._lost(str(error).splitlines()[0], self.shards) from None
+        S, wire = self.ranks_per_worker, self.wire_device
+        staged = {group: target.to(wire) for group, target in receives.items()}
+        operations = [
+            dist.P2POp(call, tensor.to(wire), group * S + self.shard)
+            for call, tensors in ((dist.irecv, staged), (dist.isend, sends))
+            for group, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        self.bytes_sent += sum(t.numel() * t.element_size() for t in sends.values())
+        for group, target in receives.items():
+            if staged[group] is not target:
+                target.copy_(staged[group])
 
-    def _any_shard(self, stop: bool) -> bool:
-        """Whether a rank of this worker knows of a signal. They are near each other, the store may
-        be behind the slow link.
+    def watch(self, store: Any) -> None:
+        """Tell the other ranks of a signal that came to this one, and hear of theirs: one look a
+        second, beside the training, so that a store that no longer answers holds nobody up.
         """
-        if len(self.shards) == 1:
-            return stop
-        flag = torch.tensor(int(stop))
-        with self.naming_lost_shards():
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
-        return bool(flag)
 
-    def _lost(self, reason: str, party: range, peer: int = -1) -> LostPeer:
-        """Name the ranks that are gone.
+        def look() -> None:
+            while not self._leaving.wait(1.0):
+                try:
+                    if self.stopping:
+                        return store.set("stop", "")
+                    self.stopping = store.check(["stop"])
+                except RuntimeError:
+                    return  # the next collective says what was lost
 
-        After a timeout it is those that do not report one as well. After a closed connection it is
-        the peer at its other end, for whoever sees it first; the others may wait for this rank.
-        """
-        self.store.set(f"left/{self.rank}", "")
-        for _ in range(30):
-            time.sleep(0.1)
-            absent = [r for r in party if not self.store.check([f"left/{r}"])]
-            if len(absent) < 2:
-                break
-        gone = [peer] if peer in absent else absent
-        self.store.compare_set("lost", "", ", ".join(map(str, gone)) or "unknown")
-        names = self.store.get("lost").decode()
-        return self._leave(
-            f"lost rank {names} in an exchange: gone, or slower than --timeout-minutes ({reason})"
-        )
+        self._watch = threading.Thread(target=look, daemon=True)
+        self._watch.start()
 
-    def _leave(self, reason: str) -> LostPeer:
-        """Without torchrun rank 0 holds the store, in which the others read why it leaves."""
-        if self.rank == 0:
-            time.sleep(2)
-        return LostPeer(reason)
-
-    def share(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
-        if self.store is None:
-            return text
-        if self.rank == 0:
-            self.store.set("shared text", text)
-        self.store.wait(["shared text"], self.timeout)
-        return self.store.get("shared text").decode()
-
-    def asked_to_stop(self, stopping: Callable[[], bool]) -> bool:
-        """Whether a signal came to some rank: to this one, which then tells the others, or to
-        another, for which this one looks once a second.
-        """
-        if self.store is None:
-            return stopping()
-        if stopping():
-            self.store.set("stop", "")
-        elif time.monotonic() < self.next_look:
-            return False
-        self.next_look = time.monotonic() + 1
-        return self.store.check(["stop"])
-
-    def meet(self, key: str, stopping: Callable[[], bool], party: range) -> None:
-        """Go on together, or stop together: every rank of the party follows whoever settles `key`
-        first.
-
-        The last one to arrive settles it with "go", one that learns of a signal with "stop", one
-        that waited too long with the names of the absent: no rank enters a collective that another
-        one will not join. One worker's ranks do not use the store: nothing travels while workers
-        train apart.
-
-        Args:
-            key: names the meeting, the same on all ranks of the party.
-            stopping: whether this rank was asked to stop.
-            party: the ranks that meet.
-        Raises:
-            Stop: all of the party stop here.
-            LostPeer: naming the ranks that did not arrive within the timeout.
-        """
-        stop = self.asked_to_stop(stopping)
-        if party != self.everyone or self.world == 1:
-            if self._any_shard(stop):
-                raise Stop
-            return
-        settled = f"{key}/settled"
-        if stop:  # "go" takes this rank's arrival, so it cannot have been settled yet
-            self.store.compare_set(settled, "", "stop")
-        self.store.set(f"{key}/{self.rank}", "")
-        if self.store.add(f"{key}/arrived", 1) == len(party):
-            self.store.compare_set(settled, "", "go")
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not self.store.check([settled]):
-            try:
-                self.store.wait([settled], timedelta(seconds=1))
-            except dist.DistStoreError:
-                if self.asked_to_stop(stopping):
-                    self.store.compare_set(settled, "", "stop")
-                elif time.monotonic() > deadline:
-                    absent = [str(r) for r in party if not self.store.check([f"{key}/{r}"])]
-                    self.store.compare_set(settled, "", ", ".join(absent) or "go")
-        outcome = self.store.get(settled).decode()
-        if outcome == "stop":
-            raise Stop
-        if outcome != "go":
-            raise self._leave(f"rank {outcome} did not arrive within --timeout-minutes")
-        if self.rank == 0:  # all are here, so all have read the meeting before
-            for old in self.met:
-                self.store.delete_key(old)
-        self.met = [settled, f"{key}/arrived", *(f"{key}/{r}" for r in party)]
+    def leave(self) -> None:
+        """End the watch and the process group, if there is one."""
+        self._leaving.set()
+        if self._watch:
+            self._watch.join(5.0)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def launched_ranks() -> tuple[int, int, int, int]:
     """Rank, world, local rank and local world of torchrun; 0, 1, 0, 1 under plain python."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world, local, local_world = (
-        int(os.environ.get(name, default)) for name, default in zip(names, "0101", strict=True)
-    )
+    given = [os.environ.get(name) or default for name, default in zip(names, "0101", strict=True)]
+    if not all(value.isdecimal() for value in given) or int(given[0]) >= int(given[1]):
+        words = " ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
+        raise ValueError(f"{words}: no rank of a launch; unset them, or start with torchrun")
+    rank, world, local, local_world = map(int, given)
     return rank, world, local, local_world
 
 
+def cores() -> int:
+    """Processor cores that this process may use; macOS cannot say which."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Let glibc reuse what is freed, rather than return it to the system and ask again.
-
-    Fresh pages cost a step on a CPU up to 9 % (`bench.py step`); the largest memory of a run stays.
-
-    Args:
-        keep: False sets the defaults again.
-    Returns:
-        Whether this is glibc, and did so.
+    """Let glibc reuse what is freed, rather than return it to the system and ask again; returns
+    whether this is glibc, and did so. Fresh pages cost a step on a CPU up to 9 % (`bench step`).
     """
     try:
         set_option = ctypes.CDLL("libc.so.6").mallopt
@@ -430,25 +881,22 @@ def keep_freed_memory(keep: bool = True) -> bool:
     return bool(set_option(-4, mapped) and set_option(-1, trimmed))  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
+def lost(error: BaseException) -> bool:
+    """Whether an error means that another rank is gone or too slow."""
+    return isinstance(error, dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL"))
+
+
 def connect(
     workers: int,
-    ranks_per_worker: int,
-    timeout_minutes: float,
-    stopping: Callable[[], bool] = lambda: False,
+    ranks_per_worker: int = 1,
+    timeout_minutes: float = 30.0,
+    same: Mapping[str, Any] | None = None,
 ) -> tuple[Ranks, str]:
-    """Join the other ranks of the launch, choose device and backend.
+    """Join the other ranks of the launch, choose device and backend; returns what was chosen in
+    words too.
 
-    gloo on CPUs, nccl on GPUs; more ranks than GPUs share them and fall to gloo, staged through the
-    CPU.
-
-    Args:
-        workers: K, a multiple of world / ranks_per_worker (checked by the caller before anything
-            exists).
-        ranks_per_worker: S.
-        timeout_minutes: wait for the slowest rank at a synchronisation.
-        stopping: asked once a second while others are awaited.
-    Returns:
-        The ranks, and what was chosen, in words.
+    gloo on CPUs, NCCL where every rank has a GPU of its own; ranks that share one fall to gloo,
+    staged through the CPU. `same` must be equal on all ranks: ValueError names what differs.
     """
     rank, world, local, local_world = launched_ranks()
     gpus = torch.cuda.device_count()
@@ -457,732 +905,70 @@ def connect(
         torch.cuda.set_device(device)
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // local_world)
+        threads = max(1, cores() // local_world)
         torch.set_num_threads(threads)
-    timeout = timedelta(minutes=timeout_minutes)
-    ranks = Ranks(rank, world, workers, ranks_per_worker, device, timeout)
-    words = f"{device.type}, {threads} thread{'s' if threads > 1 else ''} a rank"
+    ranks = Ranks(rank, world, workers, ranks_per_worker, device)
+    words = f"{device.type}, {threads} thread{'s' * (threads > 1)} a rank"
     if not gpus and keep_freed_memory():
         words += ", freed memory kept"
     if world == 1:
         return ranks, words
-    nccl = bool(gpus) and local_world <= gpus
-    if gpus and not nccl and ranks_per_worker > 1:
+    store, own_gpu = _meet(rank, world, device, timeout_minutes)
+    if gpus and not own_gpu and ranks_per_worker > 1:
         raise ValueError(
-            f"--ranks-per-worker {ranks_per_worker}: {local_world} ranks on {gpus} GPUs, and FSDP2 "
-            "needs a GPU for each"
+            f"--ranks-per-worker {ranks_per_worker}: ranks share GPUs, and FSDP2 needs one for each"
         )
-    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
-    ranks.timeout = max(timeout, timedelta(minutes=10))
-    try:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=ranks.timeout)))
-    except dist.DistError as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise Failure(f"no meeting at {place} ({str(error).splitlines()[0]})") from None
-    # A restarted launch keeps its store: a prefix keeps its keys apart from those of the attempt
-    # that died.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    ranks.store = dist.PrefixStore(f"autoloco-{attempt}", store)
-    ranks.meet("start", stopping, ranks.everyone)
-    ranks.timeout = timeout
-    try:
-        dist.init_process_group(
-            backend, store=ranks.store, rank=rank, world_size=world, timeout=timeout
-        )
-    except RuntimeError as error:
-        raise LostPeer(f"a rank left while all connected ({str(error).splitlines()[0]})") from None
-    ranks.wire_device = device if nccl else torch.device("cpu")
+    backend, timeout = (
+        "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+        timedelta(minutes=timeout_minutes),
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    ranks.wire_device = device if own_gpu else torch.device("cpu")
+    # One agreement before any other collective: ranks that were started differently would train to
+    # another result, or wait for each other.
+    ranks.agree(same or {}, Disagreement)
     if ranks_per_worker > 1:
-        shape = (world // ranks_per_worker, ranks_per_worker)
-        ranks.mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("worker", "shard"))
-    return ranks, f"{words}, {world} ranks over {'nccl' if nccl else 'gloo'}"
-
-
-def connected() -> bool:
-    """Whether this process has joined others."""
-    return dist.is_initialized()
-
-
-def disconnect() -> None:
-    """Leave the process group, if there is one.
-
-    `Ranks` should be gone by then: a process group that is only freed when the interpreter ends can
-    abort the process (half of the launches of a stress test whose `Ranks` was a global).
-    """
-    if connected():
-        dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------- the wire (G)
-
-
-class Wire:
-    """The mean of one tensor list per worker, every part through the codec (G).
-
-    All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, then
-    all-gather. Point-to-point messages carry it: gloo's all-gather of the same bytes is 2 to 3
-    times slower. It goes through the tensors in pieces: while one travels, the one before it is
-    averaged, and the one before that decoded and used.
-
-    Args:
-        ranks: the launch.
-        codec: fp32, bf16 or int8.
-        numels: elements of each tensor on this rank.
-    """
-
-    def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
-        self.ranks, self.codec = ranks, codec
-        # A GPU wants few large chunks, a CPU those that stay in its cache; parts want many.
-        self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else GPU_SLAB)
-        sizes = [codec.nbytes(chunk) for chunk in self.chunks]
-        self.payload_bytes = sum(sizes)
-        groups = ranks.groups
-        self.me = ranks.rank // ranks.ranks_per_worker
-        self.others = [(self.me + i) % groups for i in range(1, groups)]  # the next ones first
-        # Whole chunks, hence whole blocks, are handed out: every group has one contiguous part of
-        # each piece, all of about equal bytes.
-        self.pieces = max(1, min(4, len(sizes) // (2 * groups)))
-        count, before = self.pieces * groups, 0
-        self.parts: list[list[int]] = [[] for _ in range(count)]
-        self.sizes = [0] * count  # bytes of each part
-        for index, size in enumerate(sizes):
-            part = before * count // self.payload_bytes
-            self.parts[part].append(index)
-            self.sizes[part] += size
-            before += size
-        largest = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
-        self._total, self._part = torch.empty(2, largest, device=ranks.device)
-        self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=ranks.device)
-        self._buffers: dict[str, Tensor] = {}
-
-    def mean(
-        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
-    ) -> Iterator[tuple[Chunk, Tensor]]:
-        """Average over workers, chunk by chunk, as every worker decodes it.
-
-        mean = decode(encode(1/K' sum_k decode(encode(Delta_k)))), k in worker order over the K'
-        included workers.
-
-        Args:
-            hosted: for each worker of this rank its 1-D fp32 tensors; overwritten where that saves
-                a copy.
-            include: (K,), which workers count; the same on all ranks, at least one.
-        Yields:
-            Every chunk in order, with the decoded mean: (chunk.stop - chunk.start,) fp32, valid
-            until the next one.
-        """
-        if self.ranks.groups == 1:
-            for index, chunk in enumerate(self.chunks):
-                parts = (
-                    self._recode(index, _cut(tensors, chunk))
-                    for tensors, counts in zip(hosted, include, strict=True)
-                    if counts
-                )
-                yield chunk, self._recode(index, self._average(parts, sum(include)))
-            return
-        scattered: dict[int, Callable[[], None]] = {}
-        gathered: dict[int, Callable[[], None]] = {}
-        for piece in range(self.pieces + 2):
-            if piece < self.pieces:
-                scattered[piece] = self._scatter(piece, hosted)
-            if 0 <= (before := piece - 1) < self.pieces:
-                scattered[before]()
-                self._reduce(before, hosted, include)
-                gathered[before] = self._gather(before)
-            if (oldest := piece - 2) >= 0:
-                gathered[oldest]()
-                for group in range(self.ranks.groups):
-                    (means,) = self._buffer("mean", oldest, group)
-                    for index, slot in self._slots(means, oldest, group):
-                        chunk = self.chunks[index]
-                        out = self._total[: chunk.stop - chunk.start]
-                        yield chunk, self.codec.decode(slot, chunk.block, out)
-
-    def _average(self, parts: Iterable[Tensor], count: int) -> Tensor:
-        """Sum in worker order, then divide: the order does not depend on the layout."""
-        total = None
-        for part in parts:
-            if total is None:
-                total = self._total[: part.numel()].copy_(part) if count > 1 else part
-            else:
-                total.add_(part)
-        assert total is not None, "at least one worker is included"
-        return total.div_(count) if count > 1 else total
-
-    def _recode(self, index: int, source: Tensor) -> Tensor:
-        """decode(encode(source)), what the other side would see."""
-        if self.codec.name == "fp32":
-            return source
-        chunk = self.chunks[index]
-        encoded = self._bytes[: self.codec.nbytes(chunk)]
-        self.codec.encode(source, chunk.block, encoded)
-        return self.codec.decode(encoded, chunk.block, self._part[: source.numel()])
-
-    def _buffer(self, kind: str, piece: int, group: int, copies: int = 1) -> Tensor:
-        """Bytes of a group's part of a piece, (copies, n). There is room for two pieces, allocated
-        once for the run.
-        """
-        size = self.sizes[piece * self.ranks.groups + group]
-        key, most = f"{kind} {piece % 2} {group}", copies * max(self.sizes)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(most, dtype=torch.uint8, device=self.ranks.device)
-        return self._buffers[key][: copies * size].view(copies, size)
-
-    def _slots(self, message: Tensor, piece: int, group: int) -> Iterator[tuple[int, Tensor]]:
-        """The chunks of a part, and where their encodings stand in its message."""
-        start = 0
-        for index in self.parts[piece * self.ranks.groups + group]:
-            stop = start + self.codec.nbytes(self.chunks[index])
-            yield index, message[start:stop]
-            start = stop
-
-    def _scatter(self, piece: int, hosted: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
-        """Send every other group the hosted workers' encodings of its part, receive the own one."""
-
-        def messages() -> Iterator[tuple[int, Tensor]]:
-            for group in self.others:
-                message = self._buffer("send", piece, group, len(hosted))
-                for row, tensors in zip(message, hosted, strict=True):
-                    for index, slot in self._slots(row, piece, group):
-                        chunk = self.chunks[index]
-                        self.codec.encode(_cut(tensors, chunk), chunk.block, slot)
-                yield group, message
-
-        receives = {
-            group: self._buffer(f"from {group}", piece, self.me, len(hosted))
-            for group in self.others
-        }
-        return self._exchange(messages(), receives)
-
-    def _reduce(
-        self, piece: int, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
-    ) -> None:
-        """Encode the mean of the own part, summed in worker order."""
-        rows: list[Sequence[Tensor] | Tensor] = []  # tensors of a hosted worker, bytes of another
-        for group in range(self.ranks.groups):
-            if group == self.me:
-                rows += hosted
-            else:
-                rows += self._buffer(f"from {group}", piece, self.me, len(hosted))
-        rows = [row for row, counts in zip(rows, include, strict=True) if counts]
-        (means,) = self._buffer("mean", piece, self.me)
-        start = 0
-        for index, slot in self._slots(means, piece, self.me):
-            chunk, here = self.chunks[index], slice(start, start + len(slot))
-            start = here.stop
-            out = self._part[: chunk.stop - chunk.start]
-            parts = (
-                self.codec.decode(row[here], chunk.block, out)
-                if isinstance(row, Tensor)
-                else self._recode(index, _cut(row, chunk))
-                for row in rows
-            )
-            self.codec.encode(self._average(parts, len(rows)), chunk.block, slot)
-
-    def _gather(self, piece: int) -> Callable[[], None]:
-        """Send the own part's encoded mean to everyone, receive those of the others."""
-        own = self._buffer("mean", piece, self.me).to(self.ranks.wire_device)
-        receives = {group: self._buffer("mean", piece, group) for group in self.others}
-        return self._exchange(((group, own) for group in self.others), receives)
-
-    def _exchange(
-        self, sends: Iterable[tuple[int, Tensor]], receives: dict[int, Tensor]
-    ) -> Callable[[], None]:
-        """One message to and from each other group's rank of the same shard."""
-        wire, (S, shard) = self.ranks.wire_device, (self.ranks.ranks_per_worker, self.ranks.shard)
-        # Where the wire is on the CPU and the tensors are not, this stages them.
-        staged = {
-            group: target if target.device == wire else torch.empty_like(target, device=wire)
-            for group, target in receives.items()
-        }
-        finish = self.ranks.exchange(
-            ((group * S + shard, message.to(wire)) for group, message in sends),
-            {group * S + shard: target for group, target in staged.items()},
-        )
-
-        def arrived() -> None:
-            finish()
-            for group, target in receives.items():
-                if staged[group] is not target:
-                    target.copy_(staged[group])
-
-        return arrived
-
-
-def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
-    return tensors[chunk.tensor][chunk.start : chunk.stop]
-
-
-def _stack(scalars: list[Tensor]) -> Tensor:
-    return torch.stack(scalars) if scalars else torch.zeros(0)  # a shard may hold nothing
-
-
-# ---------------------------------------------------------------- workers
-
-RECORD = 5  # loss sum, targets, tokens, gradient norm, learning rate: of one local step
-
-
-def _local(parameter: Tensor) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def local_tensor(parameter: Tensor) -> Tensor:
-    """This rank's elements of a parameter or gradient, flat: all of it, or its FSDP2 shard."""
-    return _local(parameter).view(-1)
-
-
-def nesterov(
-    theta: Tensor,
-    momentum: Tensor,
-    gradient: Tensor,
-    retention: float,
-    step: float,
-    scratch: Tensor,
-) -> Tensor:
-    """Corrected Nesterov outer step, in place on theta and momentum.
-
-        m <- mu_t m + g;   theta <- theta - alpha_0 kappa_t (g + mu_t m)                D.1, B.4
-
-    The order of operations is torch.optim.SGD's, so that the two agree bit for bit.
-
-    Args:
-        theta: (n,) fp32, shared parameters; changed in place.
-        momentum: (n,) fp32, m; changed in place and never rescaled (B.4).
-        gradient: (n,) fp32, g, the (normalised) mean pseudo-gradient.
-        retention: mu_t, in [0, 1).
-        step: alpha_0 kappa_t.
-        scratch: (n,) fp32; written.
-    Returns:
-        g + mu_t m, in scratch.
-    """
-    momentum.mul_(retention).add_(gradient)
-    torch.add(gradient, momentum, alpha=retention, out=scratch)
-    theta.add_(scratch, alpha=-step)  # fused, and rounds differently from mul then add
-    return scratch
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What one synchronisation measured, the same on every rank.
-
-    Args:
-        drift: D_t (C.1); NaN if a worker was not finite.
-        coherence: C_t.
-        update_norm: norm of the change of the shared parameters.
-        records: (K, H_t, 5) float64 on the CPU: loss sum, targets, tokens, gradient norm and
-            learning rate of each local step.
-        excluded: workers left out because their pseudo-gradient was not finite.
-    """
-
-    drift: float
-    coherence: float
-    update_norm: float
-    records: Tensor
-    excluded: tuple[int, ...]
-
-
-class Workers:
-    """What local-update and data-parallel workers share: gradients of a batch, and the records of
-    an interval.
-
-    Args:
-        model: maps (inputs, targets) to the summed loss.
-        optimizer: the inner optimizer over the model's parameters.
-        ranks: the launch.
-        codec: of what travels.
-        clip: largest gradient norm; 0 does not clip.
-        micro_batch: rows of a forward pass; 0 takes the whole batch.
-        autocast: bfloat16 for mixed precision, None for fp32.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
-        codec: Codec,
-        *,
-        clip: float = 1.0,
-        micro_batch: int = 0,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.clip, self.micro_batch, self.autocast = clip or math.inf, micro_batch, autocast
-        self.shared: list[Tensor] = []
-        self.names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
-        self.parameters = list(model.parameters())
-        self.wire = Wire(ranks, codec, [local_tensor(p).numel() for p in self.parameters])
-        self.done = [0] * len(ranks.hosted)  # steps of this interval, by hosted worker
-        self.records = torch.zeros(len(ranks.hosted), 0, RECORD, dtype=torch.float64)
-
-    @property
-    def party(self) -> range:
-        """The ranks that meet before every step, since collectives run inside it."""
-        return self.ranks.shards
-
-    def begin(self, steps: int) -> None:
-        """Start an interval of `steps` local steps."""
-        size = (len(self.ranks.hosted), steps, RECORD)
-        self.records = torch.zeros(size, dtype=torch.float64, device=self.ranks.device)
-        self.done = [0] * len(self.ranks.hosted)
-
-    def set_lr(self, lr: float) -> None:
-        """Inner learning rate of the next step, the same on all workers."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def backward(self, batch: Batch) -> tuple[Tensor, int, int]:
-        """Accumulate the gradient of the token-averaged loss of one worker's batch.
-
-        Micro-batches are weighted by their targets: every one is divided by the targets of the
-        whole batch.
-
-        Args:
-            batch: the worker's batch; under sharding each rank takes every S-th row of it.
-        Returns:
-            Loss sum, targets and non-padding tokens of the rows that this rank computed.
-        """
-        shards, shard, device = self.ranks.ranks_per_worker, self.ranks.shard, self.ranks.device
-        total = max(1, int((batch.targets != IGNORE).sum()))
-        inputs, targets = batch.inputs[shard::shards], batch.targets[shard::shards]
-        if len(inputs) < math.ceil(len(batch.inputs) / shards):
-            # ALL RANKS of a worker: as many micro-batches here, or FSDP2's collectives hang. A rank
-            # with a row less, or none, fills up with one in which nothing counts.
-            inputs = torch.cat([inputs, batch.inputs[:1]])
-            targets = torch.cat([targets, torch.full_like(batch.targets[:1], IGNORE)])
-        rows = self.micro_batch or max(1, len(inputs))
-        loss_sum = torch.zeros((), device=device)
-        for start in range(0, len(inputs), rows):
-            part = slice(start, start + rows)
-            x, y = (t[part].to(device, non_blocking=True) for t in (inputs, targets))
-            with self._precision():
-                loss = self.model(x, y)
-            # FSDP2 adds the shards' gradients up (its divide factor is set to 1).
-            (loss / total).backward()
-            loss_sum += loss.detach()
-        own = int((targets != IGNORE).sum())
-        return loss_sum, own, batch.tokens if shard == 0 else 0
-
-    def _precision(self) -> Any:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.ranks.device.type, dtype=self.autocast)
-
-    def _clip(self) -> Tensor:
-        """Clip the gradients' norm in place; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
-
-    def _record(self, row: int, loss: Tensor, targets: int, tokens: int, norm: Tensor) -> None:
-        record = self.records[row, self.done[row]]
-        record[0], record[1], record[2] = loss, targets, tokens
-        if self.ranks.shard == 0:
-            record[3], record[4] = norm, self.optimizer.param_groups[0]["lr"]
-        self.done[row] += 1
-
-    def _collect(self, extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Travel with the interval's scalars: one vector a rank, summed over the shards of each
-        worker.
-
-        Args:
-            extra: (hosted, n) float64, more scalars of each hosted worker.
-        Returns:
-            records (K, H, 5) and extra (K, n), the same on all ranks.
-        """
-        hosted, steps = len(self.ranks.hosted), self.records.shape[1]
-        vector = torch.cat([extra.cpu(), self.records.cpu().view(hosted, -1)], dim=1)
-        rows = self.ranks.gather(vector.view(-1))
-        by_worker = rows.view(self.ranks.groups, self.ranks.ranks_per_worker, hosted, -1).sum(1)
-        by_worker = by_worker.view(self.ranks.workers, -1)
-        extra, records = by_worker.split([extra.shape[1], steps * RECORD], dim=1)
-        return records.view(self.ranks.workers, steps, RECORD), extra
-
-    def step(self, row: int, batch: Batch) -> None:
-        """One inner step of a hosted worker on its own batch."""
-        raise NotImplementedError
-
-    def synchronise(self, plan: autoloco.Plan) -> Statistics:
-        """End an interval: the same shared parameters and the same statistics on every rank."""
-        raise NotImplementedError
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """What all workers share, by name, for a checkpoint."""
-        raise NotImplementedError
-
-    def worker_state(self, row: int) -> dict[str, Tensor]:
-        """What belongs to one hosted worker, by name; its records of this interval among it."""
-        steps = torch.tensor(self.done[row])
-        return {"records": self.records[row].cpu(), "done": steps}
-
-    def load_shared(self, saved: dict[str, Tensor]) -> None:
-        """Inverse of `shared_state`."""
-        raise NotImplementedError
-
-    def load_worker(self, row: int, saved: dict[str, Tensor]) -> None:
-        """Inverse of `worker_state`."""
-        if self.records.shape[1] != len(saved["records"]):
-            self.begin(len(saved["records"]))
-        self.records[row], self.done[row] = saved["records"], int(saved["done"])
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's tensors of the worker that is switched in, as `KEY.NAME`."""
-        return {
-            f"{key}.{name}": _local(value)
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-
-    def _load_optimizer_state(self, saved: dict[str, Tensor]) -> None:
-        self.optimizer.state.clear()
-        parameters = dict(zip(self.names, self.parameters, strict=True))
-        for full, value in saved.items():
-            key, _, name = full.partition(".")
-            if name in parameters and key not in ("shared", "momentum", "local"):
-                parameter = parameters[name]
-                like = torch.zeros_like(parameter) if value.dim() else torch.zeros(())
-                like = like.to(parameter.device).detach()
-                _local(like).copy_(value)
-                self.optimizer.state[parameter][key] = like
-
-
-class Replica:
-    """One local-update worker of this rank: its parameters and its AdamW state, nothing else."""
-
-    def __init__(self, tensors: list[Tensor], state: Any) -> None:
-        self.tensors, self.state = tensors, state
-        self.flat = [local_tensor(tensor) for tensor in tensors]
-
-
-class LocalUpdate(Workers):
-    """DiLoCo and AutoLoCo: workers that train apart and synchronise through pseudo-gradients (D.1,
-    B.5).
-
-    Args:
-        outer_lr: alpha_0.
-        **kwargs: see `Workers`.
-    """
-
-    def __init__(self, *args: Any, outer_lr: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.outer_lr = outer_lr
-        own = Replica([p.data for p in self.parameters], self.optimizer.state)
-        self.replicas = [own]
-        for _ in self.ranks.hosted[1:]:
-            state: Any = defaultdict(dict)
-            self.replicas.append(Replica([t.clone() for t in own.tensors], state))
-        self.shared = [tensor.clone() for tensor in own.flat]
-        self.momentum = [torch.zeros_like(tensor) for tensor in own.flat]
-        size = max((chunk.stop - chunk.start for chunk in self.wire.chunks), default=0)
-        self._scratch = torch.empty(size, device=self.ranks.device)
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """Shared parameters and outer momentum."""
-        state: dict[str, Tensor] = {}
-        for name, like, theta, m in zip(
-            self.names, self.replicas[0].tensors, self.shared, self.momentum, strict=True
-        ):
-            shape = _local(like).shape
-            state |= {f"shared.{name}": theta.view(shape), f"momentum.{name}": m.view(shape)}
-        return state
-
-    def load_shared(self, saved: dict[str, Tensor]) -> None:
-        """Inverse of `shared_state`; every replica starts from the shared parameters."""
-        for i, name in enumerate(self.names):
-            self.shared[i].copy_(saved[f"shared.{name}"].view(-1))
-            self.momentum[i].copy_(saved[f"momentum.{name}"].view(-1))
-            for replica in self.replicas:
-                replica.flat[i].copy_(self.shared[i])
-
-    def worker_state(self, row: int) -> dict[str, Tensor]:
-        """AdamW state and records; inside an interval the worker's own parameters too."""
-        self.switch(row)
-        state = super().worker_state(row) | self._optimizer_state()
-        if self.done[row]:
-            flat = self.replicas[row].flat
-            state |= {f"local.{name}": t for name, t in zip(self.names, flat, strict=True)}
-        return state
-
-    def load_worker(self, row: int, saved: dict[str, Tensor]) -> None:
-        """Inverse of `worker_state`."""
-        super().load_worker(row, saved)
-        self.switch(row)
-        self._load_optimizer_state(saved)
-        if self.done[row]:
-            for name, tensor in zip(self.names, self.replicas[row].flat, strict=True):
-                tensor.copy_(saved[f"local.{name}"])
-
-    def switch(self, row: int) -> None:
-        """Put a hosted worker's parameters and AdamW state (A2) into module and optimizer."""
-        if len(self.replicas) > 1:
-            replica = self.replicas[row]
-            for parameter, tensor in zip(self.parameters, replica.tensors, strict=True):
-                parameter.data = tensor
-            self.optimizer.state = replica.state
-
-    def step(self, row: int, batch: Batch) -> None:
-        """One AdamW step of a hosted worker on its own batch. No communication."""
-        self.switch(row)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss, targets, tokens = self.backward(batch)
-        norm = self._clip()
-        self.optimizer.step()
-        self._record(row, loss, targets, tokens, norm)
-
-    def synchronise(self, plan: autoloco.Plan) -> Statistics:
-        """Average the pseudo-gradients, take the corrected Nesterov step, give every worker the
-        same parameters.
-
-            D_t = 1/K sum_k ||Delta_k||^2,   C_t = ||mean_k Delta_k||^2 / D_t           C.1, A1
-
-        Two passes over memory: Delta_k over the dead local weights with its norm; then mean,
-        momentum, theta and write-back, chunk by chunk in the cache. D is of the local deltas before
-        the codec, C's numerator of the mean as decoded (G.1). A worker whose Delta is not finite is
-        left out, and starts again from the shared parameters with a fresh AdamW state.
-
-        Args:
-            plan: divisor, momentum and scale of this interval.
-        Returns:
-            The interval's statistics, equal on all ranks.
-        """
-        squares = torch.stack([self._displace(replica.flat) for replica in self.replicas])
-        records, norms = self._collect(squares[:, None])
-        include = norms[:, 0].isfinite().tolist()
-        excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
-        for row, worker in enumerate(self.ranks.hosted):
-            if worker in excluded:
-                self.replicas[row].state.clear()
-        mean_square, update_square = self._outer_step(plan, include)
-        drift = float(norms.sum()) / self.ranks.workers
-        coherence = mean_square / drift if drift > 0 else math.nan
-        return Statistics(drift, coherence, math.sqrt(update_square), records, excluded)
-
-    def _displace(self, local: list[Tensor]) -> Tensor:
-        """Write Delta_k = theta - theta_k over theta_k; returns ||Delta_k||^2.
-
-        fp32 dots of cache-sized chunks, float64 across chunks: float64 over whole tensors costs 4
-        to 14 times a dot.
-        """
-        squares = []
-        for chunk in self.wire.chunks:
-            delta = _cut(local, chunk)
-            torch.sub(_cut(self.shared, chunk), delta, out=delta)
-            squares.append(torch.dot(delta, delta))
-        return _stack(squares).double().sum()
-
-    def _outer_step(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
-        """Second pass; returns the squared norms of the decoded mean and of the update."""
-        if not any(include):  # nothing to learn from: the interval is discarded
-            for replica in self.replicas:
-                for local, theta in zip(replica.flat, self.shared, strict=True):
-                    local.copy_(theta)
-            return math.nan, 0.0
-        step = self.outer_lr * plan.step_scale
-        means, updates = [], []
-        deltas = [replica.flat for replica in self.replicas]
-        for chunk, mean in self.wire.mean(deltas, include):
-            means.append(torch.dot(mean, mean))
-            if plan.divisor != 1.0:
-                mean = mean.div_(plan.divisor)
-            theta = _cut(self.shared, chunk)
-            scratch = self._scratch[: mean.numel()]
-            nesterov(theta, _cut(self.momentum, chunk), mean, plan.momentum, step, scratch)
-            updates.append(torch.dot(scratch, scratch))
-            for replica in self.replicas:
-                _cut(replica.flat, chunk).copy_(theta)
-        sums = torch.stack([_stack(means), _stack(updates)]).double().sum(1).cpu()
-        if self.ranks.ranks_per_worker > 1:
-            sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)
-        mean_square, update_square = sums.tolist()
-        return mean_square, update_square * step * step
-
-
-class DataParallel(Workers):
-    """The DDP baseline (E.2): one model per rank, gradients averaged every step, equal weights."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.shared = [local_tensor(p) for p in self.parameters]
-        self._pending: list[tuple[Tensor, int, int]] = []
-        self._gradients: list[list[Tensor]] = []
-
-    @property
-    def party(self) -> range:
-        """All ranks: they average gradients at every step."""
-        return self.ranks.everyone
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """Parameters and the one AdamW state."""
-        state = {f"shared.{n}": _local(p) for n, p in zip(self.names, self.parameters, strict=True)}
-        return state | self._optimizer_state()
-
-    def load_shared(self, saved: dict[str, Tensor]) -> None:
-        """Inverse of `shared_state`."""
-        for name, tensor in zip(self.names, self.shared, strict=True):
-            tensor.copy_(saved[f"shared.{name}"].view(-1))
-        self._load_optimizer_state(saved)
-
-    def step(self, row: int, batch: Batch) -> None:
-        """Gradient of one hosted worker; after the last one, average, clip and step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._pending.append(self.backward(batch))
-        self._gradients.append([p.grad for p in self.parameters if p.grad is not None])
-        assert len(self._gradients[-1]) == len(self.parameters), "a parameter without a gradient"
-        if row < len(self.ranks.hosted) - 1:
-            return
-        everyone = [True] * self.ranks.workers
-        hosted = [[local_tensor(g) for g in gradient] for gradient in self._gradients]
-        for chunk, mean in self.wire.mean(hosted, everyone):
-            _cut(hosted[-1], chunk).copy_(mean)
-        norm = self._clip()
-        if norm.isfinite():  # the same on all ranks: they hold the same mean
-            self.optimizer.step()
-        for index, (loss, targets, tokens) in enumerate(self._pending):
-            self._record(index, loss, targets, tokens, norm)
-        self._pending, self._gradients = [], []
-
-    def synchronise(self, plan: autoloco.Plan) -> Statistics:
-        """Collect the interval's records. The workers never part: drift 0, coherence 1. A step
-        whose gradient was not finite was skipped, and counts against all of them.
-        """
-        records, _ = self._collect(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
-        finite = records.isfinite().all(2).all(1).tolist()
-        return Statistics(0.0, 1.0, 0.0, records, tuple(k for k, ok in enumerate(finite) if not ok))
+        ranks.shard_group, _ = dist.new_subgroups(ranks_per_worker, timeout=timeout)
+    ranks.watch(store)
+    return ranks, f"{words}, {world} ranks over {'nccl' if own_gpu else 'gloo'}"
+
+
+def _meet(rank: int, world: int, device: torch.device, minutes: float) -> tuple[Any, bool]:
+    """The launch's store, once all ranks are there, and whether each of them has its own GPU."""
+    # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
+    joining = timedelta(minutes=max(minutes, 10.0))
+    place = os.environ.get("AUTOLOCO_RENDEZVOUS", "env://")
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    waiting = f"rank {rank} waits for {world} ranks at {where} (RANK and WORLD_SIZE are set)"
+    timer = threading.Timer(5.0, print, (waiting,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        store, _, _ = next(iter(dist.rendezvous(place, rank, world, timeout=joining)))
+        # A restarted launch keeps its store: a prefix keeps its keys apart from those of the
+        # attempt that died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"autoloco-{attempt}", store)
+        gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+        store.set(f"here/{rank}", f"{socket.gethostname()} {gpu}")
+        keys = [f"here/{other}" for other in range(world)]
+        store.wait(keys, joining)
+        seen = [store.get(key) for key in keys]
+        store.set_timeout(timedelta(minutes=minutes))
+    except (dist.DistError, ValueError) as error:
+        raise Failure(f"no meeting at {where} ({str(error).splitlines()[0]})") from None
+    finally:
+        timer.cancel()
+    return store, device.type == "cuda" and len(set(seen)) == world
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Order-independent sum of the bits of fp32 tensors, modulo 2^64: equal weights have equal
+    """Order-independent sum of the bits of 1-D fp32 tensors, modulo 2^64: equal weights have equal
     sums.
-
-    Args:
-        tensors: 1-D fp32.
-    Returns:
-        A signed 64-bit integer.
     """
     total = 0
     for tensor in tensors:
         pairs = tensor.numel() // 2 * 2
         total += int(tensor[:pairs].view(torch.int64).sum())
         total += int(tensor[pairs:].view(torch.int32).sum())
-    return (total + 2**63) % 2**64 - 2**63
-
-
-def agree(ranks: Ranks, values: dict[str, int]) -> None:
-    """Compare checksums over the ranks that must hold the same; ranks of different shards are not
-    compared.
-
-    Args:
-        ranks: the launch.
-        values: name -> 64-bit integer.
-    Raises:
-        Failure: naming the value and the ranks that differ from the first.
-    """
-    rows = ranks.gather(torch.tensor(list(values.values()), dtype=torch.int64))
-    for shard in range(ranks.ranks_per_worker):
-        group = rows[shard :: ranks.ranks_per_worker]
-        for column, name in enumerate(values):
-            differ = (group[:, column] != group[0, column]).nonzero().flatten().tolist()
-            if differ:
-                which = ", ".join(str(g * ranks.ranks_per_worker + shard) for g in differ)
-                raise Failure(f"{name}: rank {which} differs from rank {shard}")
+    return total % 2**64

@@ -1,39 +1,52 @@
-"""Train with AutoLoCo or one of its baselines: the paper's algorithm box (B.5) as one loop.
+"""Train with AutoLoCo or one of its baselines: the paper's algorithm box (B.5) is `train` below.
 
-    python train.py                              # the tiny recipe, 4 workers in one process
+    python train.py                              # the tiny recipe, 4 workers, on all cores
     torchrun --standalone --nproc-per-node 2 train.py --method diloco
     python train.py --recipe c4-215m --dry-run   # what it would do and cost, without doing it
 
 A run writes `runs/NAME/`: config.json, env.json, metrics.jsonl, intervals.jsonl, checkpoint/,
 summary.json. Exit codes: 0 done or saved on request, 2 the user's mistake, 1 anything else.
+
+In this file: the loop; methods, knobs, recipes; cost before you pay; the run folder, checkpoints;
+building a run; the command line.
 """
 
 from __future__ import annotations
+
+import os
+import signal
+import sys
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes on waiting are not for users
+if __name__ == "__main__":  # what torch's import, which takes seconds, must not miss
+    if sys.platform == "win32":
+        sys.exit("train.py: Windows is not supported; use WSL")
+    for number in (signal.SIGINT, signal.SIGTERM):  # the shell or torchrun says that it came
+        signal.signal(number, signal.SIG_DFL)
 
 import argparse
 import difflib
 import fcntl
 import hashlib
 import json
+import logging
 import math
-import os
 import platform
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
+import tempfile
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 import autoloco
 import data
@@ -42,119 +55,200 @@ import model
 import quant
 from model import ModelConfig
 
-SOURCES = ("train.py", "autoloco.py", "diloco.py", "model.py", "data.py", "quant.py")
-METHODS = ("autoloco", "diloco", "linear", "qsr", "ddp")
-# Largest values, where a larger one would exhaust the memory or overflow; 10^9 for the others.
-MOST = {"steps": 10**7, "seed": 2**63 - 1, "lr": 1e38, "timeout_minutes": 1e6}
+# ---------------------------------------------------------------- the algorithm box (B.5)
+
+
+def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.Source) -> bool:
+    """Plan, local phase, synchronise, decide. False: a signal came, and all is saved."""
+    rules = run.config.rules
+    while run.state.step < rules.steps:
+        # The first rank's plan, so that no library's last bit parts the ranks: H_t, rho, mu, kappa.
+        plan = ranks.share(autoloco.plan(rules, run.state))
+        run.starts(ranks)
+        if not any(workers.done):
+            workers.begin(plan.steps)
+        for step in range(plan.step + min(workers.done), plan.step + plan.steps):
+            if workers.stop_asked():
+                break
+            lr = autoloco.inner_lr(rules, step)  # eta(s)
+            for index, worker in enumerate(ranks.hosted):
+                if workers.done[index] <= step - plan.step:  # ahead only after a resume
+                    workers.step(index, source.batch(worker, step), lr)  # nothing travels
+            run.show(step + 1, plan)
+        run.local_phase_ends(ranks)
+        if ranks.any(ranks.stopping):  # ALL RANKS: one reduction ends every local phase
+            save_checkpoint(run, ranks, workers)
+            return False
+        measured = workers.synchronise(plan)  # Delta_k, D_t, C_t; theta, m
+        seen = autoloco.Observation(
+            measured.values["drift"],
+            measured.values["coherence"],
+            autoloco.exposure(rules, plan.step, plan.steps),
+            measured.tokens,
+        )
+        run.state, decision = autoloco.complete(rules, run.state, plan, seen)
+        # ALL RANKS: the same weights, or the run is no longer one.
+        bits = f"{diloco.checksum(workers.shared):016x}"
+        ranks.agree({"shared parameters": bits}, diloco.Failure, ranks.ranks_per_worker)
+        row = autoloco.record(plan, seen, run.state.mapper, decision) | measured.values
+        last = run.state.step == rules.steps
+        every = run.config.eval_every
+        score = every and plan.interval % every == 0 and not last
+        found = validate(workers.model, source, ranks, run.config.dtype) if score else {}
+        run.log(ranks, plan, measured, row | {"checksum": bits}, found)
+        if last or (plan.interval % run.config.checkpoint_every == 0 and not run.bad):
+            save_checkpoint(run, ranks, workers)
+    return True
+
+
+@torch.no_grad()
+def validate(
+    network: torch.nn.Module, source: data.Source, ranks: diloco.Ranks, dtype: str
+) -> dict[str, float]:
+    """Token-averaged negative log-likelihood of the synchronised model on the validation documents
+    (E.1): `val_loss` in nats a token, `bits_per_byte`, `val_tokens`.
+
+    Draws no random number and changes nothing. Ranks share the batches; sums are taken in batch
+    order, so the result does not depend on how many there are.
+    """
+    mine = ranks.rank // ranks.ranks_per_worker
+    rows = []
+    for index, batch in enumerate(source.validation()):
+        sums = [0.0, 0.0, 0.0]
+        if index % ranks.groups == mine:
+            inputs = batch.inputs.to(ranks.device)
+            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+                loss = float(network(inputs, batch.targets))
+            kept = batch.targets[batch.targets != model.IGNORE]
+            sums = [loss, float(len(kept)), float(source.tokenizer.token_bytes[kept].sum())]
+        rows.append(sums)
+    every = ranks.gather(torch.tensor(rows, dtype=torch.float64).view(-1))
+    loss, tokens, size = every[:: ranks.ranks_per_worker].sum(0).view(-1, 3).sum(0).tolist()
+    return {
+        "val_loss": loss / max(1.0, tokens),
+        "bits_per_byte": loss / math.log(2) / max(1.0, size),
+        "val_tokens": tokens,
+    }
+
+
+# ---------------------------------------------------------------- methods, knobs, recipes
+
+
+class Method(NamedTuple):
+    """How a method differs from another, and the only place where it does."""
+
+    schedule: Callable[[autoloco.Rules], tuple[int, ...]] | None = None  # None: a controller
+    controller: str = "autoloco"  # of autoloco.CONTROLLERS; its method's outer step is corrected
+    workers: type[diloco.Workers] = diloco.LocalUpdate
+    outer_step: Callable[..., torch.Tensor] = diloco.nesterov
+    defaults: Mapping[str, Any] = {}  # over the recipe's
+
+
+METHODS = {
+    "autoloco": Method(),
+    "diloco": Method(diloco.fixed_schedule),
+    "linear": Method(diloco.linear_schedule),  # A16: with DiLoCo's outer step
+    "qsr": Method(diloco.qsr_schedule),
+    # Gradients are not pseudo-gradients: a recipe's narrow wire is not for them.
+    "ddp": Method(diloco.fixed_schedule, workers=diloco.DataParallel, defaults={"wire": "fp32"}),
+}
+
+# Where a knob has an effect; elsewhere giving it warns.
+NEEDS: dict[str, Callable[[Config], bool]] = {
+    "--dry-run": lambda config: config.dry_run,
+    "a controller": lambda config: config.rules.sequence is None,
+    "a method whose outer step is corrected": lambda config: config.corrected,
+    "a method that synchronises pseudo-gradients": lambda config: config.method != "ddp",
+    "initial weights that are drawn": lambda config: not config.init_from,
+}
+DRY, CONTROLLED, CORRECTED, LOCAL, DRAWN = NEEDS
+
+
+def knob(default: Any, words: str, **about: Any) -> Any:
+    """A field of Config and its flag: help; `least` and `most`, or `choices`; `needs` of NEEDS;
+    `free`: a resume may change it; `group`: a heading of --help begins here.
+    """
+    return field(default=default, metadata={"help": words, **about})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every knob of a run. The comment behind a field is its help on the command line."""
+    """Every knob of a run, as the command line names them."""
 
-    # what runs
-    recipe: str = "tiny"  # named set of defaults: tiny, tiny-sft, c4-215m, ...
-    method: str = "autoloco"  # autoloco, diloco, linear, qsr or ddp
-    name: str = ""  # run folder runs/NAME; by default RECIPE-METHOD-SEED
-    seed: int = 0  # of the initial weights and of the order of the documents
-    steps: int = 2000  # inner optimizer steps of every worker
-    workers: int = 4  # K, local-update workers
-    ranks_per_worker: int = 1  # S, processes that shard one worker with FSDP2
-    # model and data
-    model: str = "tiny"  # size by name: tiny, 215m, llama3.1-8b
-    init_from: str = ""  # start from a Hugging Face Llama folder or from a run folder
-    data: str = "docstrings"  # docstrings, doctests, c4, ultrachat, or a path to local files
-    tokenizer: str = "bytes"  # bytes, gpt2 or llama3
-    chat: bool = False  # conversations: the loss is on the assistant's tokens
-    partition: str = "iid"  # iid deals documents at random, module by source
-    batch_size: int = 2  # sequences of one worker and step
-    micro_batch: int = 0  # sequences of one forward pass; 0: the whole batch
-    seq_len: int = 128  # tokens of a sequence, T
-    val_documents: int = 512  # validation documents
-    eval_every: int = 0  # validate every N intervals as well; 0: only at the end
-    # inner optimizer (AdamW)
-    lr: float = 2e-3  # eta_max, peak inner learning rate
-    warmup: int = 40  # steps of linear warm-up
-    weight_decay: float = 0.1  # of matrices; norms are not decayed
-    beta1: float = 0.9  # AdamW's first decay
-    beta2: float = 0.95  # AdamW's second decay
-    grad_clip: float = 1.0  # largest gradient norm of a worker; 0: no clipping
-    # intervals
-    base_horizon: int = 20  # H_base, steps
-    min_horizon: int | None = None  # H_min; by default 7 granularities
-    max_horizon: int | None = None  # H_max; by default 1.5 base horizons
-    granularity: int | None = None  # q_H; by default a tenth of the base horizon
-    horizons: str = ""  # execute this sequence of steps instead, such as 8x500,5x550,250
-    adapt: bool = True  # autoloco: let the controller choose horizons; else stay at the base
-    # outer optimizer
-    normalise: bool = False  # autoloco: divide the mean pseudo-gradient by rho (B.3)
-    adjust_momentum: bool = True  # autoloco: mu_0 ** rho (B.4)
-    scale_step: bool = True  # autoloco: scale the outer step by kappa (B.4)
-    outer: str = "nesterov"  # nesterov, or average: plain averaging of the workers (A16)
-    outer_lr: float = 0.7  # alpha_0
-    outer_momentum: float = 0.9  # mu_0
-    # numbers and machine
-    wire: str = "fp32"  # what travels: fp32, bf16 or int8
-    dtype: str = "fp32"  # computation: fp32 or bf16; parameters and states stay fp32
-    compile: bool | None = None  # torch.compile; by default on a GPU only
-    activation_checkpointing: bool = False  # recompute activations in the backward pass
-    # life of a run
-    checkpoint_every: int = 10  # save every N intervals, and at the end
-    max_bad_intervals: int = 3  # stop after N intervals in a row with a non-finite worker
-    timeout_minutes: float = 30.0  # wait for the slowest rank at a synchronisation; no limit before
-    resume: bool = False  # continue runs/NAME from its latest checkpoint
-    overwrite: bool = False  # delete what runs/NAME holds
-    # questions that run nothing
-    dry_run: bool = False  # print schedule, memory, payload and time on a link, and stop
-    json: bool = False  # with --dry-run: the last line is a JSON object
-    verdicts: str = ""  # with --dry-run: replace verdicts, such as 8=moderate,9=severe
-    link_gbps: float = 1.0  # with --dry-run: rate of the link, Gbit/s
-    link_ms: float = 0.0  # with --dry-run: delay of a synchronisation, ms
-    step_seconds: float = 0.0  # with --dry-run: of an inner step; 0: its FLOPs at 400 TFLOP/s a GPU
+    recipe: str = knob("tiny", "named set of defaults", group="what runs")
+    method: str = knob("autoloco", "how workers synchronise", choices=METHODS)
+    name: str = knob("", "run folder runs/NAME; by default RECIPE-METHOD-SEED", free=True)
+    seed: int = knob(0, "of initial weights and order of documents", least=0, most=2**63 - 1)
+    steps: int = knob(2000, "T, inner optimizer steps of every worker", most=10**7)
+    workers: int = knob(4, "K, local-update workers", least=1)
+    ranks_per_worker: int = knob(1, "S, processes that shard one worker with FSDP2", least=1)
+
+    model: str = knob("tiny", "size by name", choices=model.SIZES, needs=DRAWN, group="model, data")
+    vocab_size: int = knob(0, "rows of the embedding; 0: the size's own", least=0, needs=DRAWN)
+    init_from: str = knob("", "start from a Hugging Face Llama folder or a run folder")
+    data: str = knob("docstrings", "docstrings, doctests, c4, ultrachat, or a path to local files")
+    tokenizer: str = knob("bytes", "bytes, gpt2, llama3, or a folder; by default --init-from's")
+    partition: str = knob("iid", "deal documents at random or by source", choices=("iid", "module"))
+    long_documents: str = knob("cut", "what exceeds --seq-len", choices=("cut", "split"))
+    batch_size: int = knob(2, "sequences of one worker and step", least=1)
+    micro_batch: int = knob(0, "sequences of one forward pass; 0: the whole batch", least=0)
+    seq_len: int = knob(128, "tokens of a sequence", least=1)
+    val_documents: int = knob(512, "validation documents", least=1)
+    eval_every: int = knob(0, "validate every N intervals as well; 0: at the end", least=0)
+
+    lr: float = knob(2e-3, "eta_max, peak inner learning rate", group="inner optimizer (AdamW)")
+    warmup: int = knob(40, "w, steps of linear warm-up", most=10**9)
+    weight_decay: float = knob(0.1, "of matrices; norms are not decayed", least=0)
+    beta1: float = knob(0.9, "AdamW's first decay", least=0, most=0.999999)
+    beta2: float = knob(0.95, "AdamW's second decay", least=0, most=0.999999)
+    grad_clip: float = knob(1.0, "largest gradient norm of a worker; 0: no clipping", least=0)
+
+    base_horizon: int = knob(20, "H_base, steps", most=10**9, group="intervals")
+    min_horizon: int | None = knob(None, "H_min [7 granularities]", needs=CONTROLLED)
+    max_horizon: int | None = knob(None, "H_max [1.5 base horizons]", needs=CONTROLLED)
+    granularity: int | None = knob(None, "q_H [H_base's tenth or less]", needs=CONTROLLED)
+    horizons: str = knob("", "execute these steps, such as 8x500,5x550,250", needs=LOCAL)
+
+    normalise: bool = knob(False, "divide by rho (B.3)", needs=CORRECTED, group="outer optimizer")
+    adjust_momentum: bool = knob(True, "mu_0 ** rho (B.4)", needs=CORRECTED)
+    scale_step: bool = knob(True, "scale the outer step by kappa (B.4)", needs=CORRECTED)
+    max_step_scale: float = knob(1.5, "kappa_max, largest kappa", needs=CORRECTED)
+    outer_lr: float = knob(0.7, "alpha_0", least=0, needs=LOCAL)
+    outer_momentum: float = knob(0.9, "mu_0", needs=LOCAL)
+
+    wire: str = knob("fp32", "what travels", choices=quant.CODECS, group="numbers and machine")
+    dtype: str = knob("fp32", "of computation; states stay fp32", choices=("fp32", "bf16"))
+    compile: bool = knob(False, "torch.compile", free=True)
+    activation_checkpointing: bool = knob(False, "recompute activations in the backward pass")
+
+    checkpoint_every: int = knob(10, "in intervals", least=1, free=True, group="life of a run")
+    max_bad_intervals: int = knob(3, "stop after N non-finite intervals in a row", least=1)
+    timeout_minutes: float = knob(30.0, "of any wait for a rank", least=1e-3, most=1e6, free=True)
+    wandb: str = knob("", "project of Weights & Biases that gets the logs too", free=True)
+    resume: bool = knob(False, "continue runs/NAME from its latest checkpoint", free=True)
+    overwrite: bool = knob(False, "delete the run that runs/NAME holds", free=True)
+
+    dry_run: bool = knob(False, "print schedule, memory and cost", group="without training")
+    json: bool = knob(False, "the last line is a JSON object", needs=DRY)
+    verdicts: str = knob("", "replace verdicts, such as 8=moderate,9=severe", needs=DRY)
+    link_gbps: float = knob(1.0, "rate of the link, Gbit/s", least=1e-9, needs=DRY)
+    link_ms: float = knob(0.0, "delay of a synchronisation, ms", least=0, needs=DRY)
+    step_seconds: float = knob(0.0, "of an inner step; 0: its FLOPs on a GPU", least=0, needs=DRY)
 
     def __post_init__(self) -> None:
         """Check every value; nothing exists yet that a mistake could damage."""
-        for name, allowed in (
-            ("recipe", RECIPES),
-            ("method", METHODS),
-            ("model", model.SIZES),
-            ("tokenizer", ("bytes", "gpt2", "llama3")),
-            ("partition", ("iid", "module")),
-            ("outer", ("nesterov", "average")),
-            ("wire", quant.CODECS),
-            ("dtype", ("fp32", "bf16")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{_flag(name)} {_unknown(getattr(self, name), allowed)}")
-        for name in ("steps", "workers", "ranks_per_worker", "batch_size", "base_horizon"):
-            self._at_least(name, 1)
-        for name in ("seq_len", "val_documents", "checkpoint_every", "max_bad_intervals"):
-            self._at_least(name, 1)
-        for name in ("seed", "micro_batch", "eval_every", "warmup", "weight_decay", "grad_clip"):
-            self._at_least(name, 0)
-        for name in ("outer_lr", "link_ms", "step_seconds"):
-            self._at_least(name, 0)
-        for name in ("min_horizon", "max_horizon", "granularity"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        for name in ("lr", "timeout_minutes", "link_gbps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: a finite number above 0")
-            self._at_least(name, 0)
-        for name in ("beta1", "beta2", "outer_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: in [0, 1)")
+        for one in fields(self):
+            value, about = getattr(self, one.name), one.metadata
+            choices = RECIPES if one.name == "recipe" else about.get("choices", ())
+            if choices and value not in choices:
+                raise ValueError(f"{flag(one.name)} {unknown(value, choices)}")
+            least, most = about.get("least", -math.inf), about.get("most", 10**9)
+            if isinstance(value, int | float) and not least <= value <= most:
+                raise ValueError(f"{flag(one.name)} {value}: from {least:g} to {most:g}")
         if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.run_name):
             raise ValueError(f"--name {self.name}: up to 200 letters, digits, '.', '_' and '-'")
         self.rules  # noqa: B018  its checks name the flags
-        self.parsed_verdicts  # noqa: B018
-
-    def _at_least(self, name: str, least: int) -> None:
-        value, most = getattr(self, name), MOST.get(name, 10**9)
-        if not least <= value < math.inf:
-            raise ValueError(f"{_flag(name)} {value}: at least {least}")
-        if value > most:
-            raise ValueError(f"{_flag(name)} {value}: at most {most}")
+        self.replaced_verdicts  # noqa: B018
 
     @property
     def run_name(self) -> str:
@@ -167,47 +261,39 @@ class Config:
         return Path("runs") / self.run_name
 
     @property
+    def corrected(self) -> bool:
+        """Whether the outer step follows rho: where a controller chooses the intervals."""
+        return METHODS[self.method].schedule is None
+
+    @cached_property
     def shape(self) -> ModelConfig:
         """Shape of the model: by name, or that of the folder whose weights it starts from."""
-        folder = str(self.folder) if self.resume else self.init_from
-        return run_shape(Path(folder)) if folder else model.SIZES[self.model]
+        if self.init_from or self.resume:
+            return run_shape(self.folder if self.resume else Path(self.init_from))
+        size = model.SIZES[self.model]
+        return replace(size, vocab_size=self.vocab_size or size.vocab_size)
 
     @cached_property
     def rules(self) -> autoloco.Rules:
-        """The paper's constants of this run. Here, and only here, a method differs from another."""
-        base = self.base_horizon
-        q = self.granularity if self.granularity is not None else max(1, base // 10)
-        least = self.min_horizon if self.min_horizon is not None else min(7 * q, base)  # A5
-        most = self.max_horizon if self.max_horizon is not None else base * 3 // 2 // q * q
-        rules: dict[str, Any] = dict(
-            steps=self.steps,
-            lr=self.lr,
-            warmup=self.warmup,
-            base_horizon=self.base_horizon,
-            min_horizon=least,
-            max_horizon=most,
-            granularity=q,
-            outer_momentum=0.0 if self.outer == "average" else self.outer_momentum,
-        )
-        fixed = diloco.fixed_schedule(self.steps, self.base_horizon)
-        if self.horizons and self.method != "ddp":
-            rules["sequence"] = diloco.parse_intervals(self.horizons)
-        elif self.method in ("diloco", "ddp"):
-            rules["sequence"] = fixed
-        elif self.method == "linear":
-            rules["sequence"] = diloco.linear_schedule(self.steps, self.base_horizon)
-        elif self.method == "qsr":
-            rules["sequence"] = diloco.qsr_schedule(autoloco.Rules(**rules, sequence=fixed))
-        elif not self.adapt:  # a ladder of one rung
-            rules |= {"min_horizon": self.base_horizon, "max_horizon": self.base_horizon}
-        if self.method == "autoloco":
-            rules["normalise"] = self.normalise
-            rules["adjust_momentum"] = self.adjust_momentum
-            rules["scale_step"] = self.scale_step
-        return autoloco.Rules(**rules)
+        """The paper's constants of this run."""
+        shared = {one.name for one in fields(autoloco.Rules)} & {one.name for one in fields(self)}
+        known: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        method = METHODS[self.method]
+        known["controller"] = method.controller
+        if not self.corrected:
+            known |= {"normalise": False, "adjust_momentum": False, "scale_step": False}
+        try:
+            if self.horizons and self.method != "ddp":
+                known["sequence"] = diloco.parse_runs(self.horizons)
+            elif method.schedule:
+                base = autoloco.Rules(**known, sequence=(self.steps,))
+                known["sequence"] = method.schedule(base)
+            return autoloco.Rules(**known)
+        except ValueError as error:
+            raise ValueError(re.sub(r"\b(\w+)=", lambda m: flag(m[1]) + " ", str(error))) from None
 
     @cached_property
-    def parsed_verdicts(self) -> dict[int, str]:
+    def replaced_verdicts(self) -> dict[int, str]:
         """`--verdicts` as interval -> verdict."""
         verdicts = {}
         for part in filter(None, self.verdicts.split(",")):
@@ -215,253 +301,120 @@ class Config:
             if not interval.strip().isdecimal() or int(interval) < 1:
                 raise ValueError(f"--verdicts {part}: give INTERVAL=VERDICT, such as 8=moderate")
             if verdict not in autoloco.VERDICTS:
-                raise ValueError(f"--verdicts {_unknown(verdict, autoloco.VERDICTS)}")
+                raise ValueError(f"--verdicts {unknown(verdict, autoloco.VERDICTS)}")
             verdicts[int(interval)] = verdict
         return verdicts
 
 
-# What each recipe changes. The command line overrides it.
+# What each recipe changes; the command line overrides it. C4: AdamW's numbers are A17, the outer
+# step's A14 and A15; 80 GB hold 32 sequences at a time.
 _C4: dict[str, Any] = dict(
-    model="215m",
-    data="c4",
-    tokenizer="gpt2",
-    steps=50_000,
-    workers=8,
-    batch_size=128,
-    micro_batch=32,  # what 80 GB hold
-    seq_len=1024,
-    val_documents=4096,
-    lr=4e-4,  # A17, with betas, weight decay and clipping
-    warmup=1000,
-    base_horizon=500,
-    outer_momentum=0.9,  # A15
-    wire="bf16",
-    dtype="bf16",
-)
+    model="215m", data="c4", tokenizer="gpt2", seq_len=1024, val_documents=4096,
+    workers=8, batch_size=128, micro_batch=32, steps=50_000, warmup=1000, lr=4e-4,
+    base_horizon=500, outer_momentum=0.9, max_step_scale=2.0,
+    wire="bf16", dtype="bf16", compile=True,
+)  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny-sft": dict(
-        data="doctests",
-        chat=True,
-        steps=600,
-        seq_len=256,
-        lr=5e-4,
-        warmup=20,
-        base_horizon=10,
-        normalise=True,
-        wire="bf16",
+        data="doctests", seq_len=256, steps=600, warmup=20, lr=5e-4, base_horizon=10,
+        normalise=True, wire="bf16",
     ),
     "c4-215m": _C4,
     "c4-215m-ablation": _C4 | dict(workers=4, outer_momentum=0.7),  # A25
-    "ultrachat-8b": dict(
-        model="llama3.1-8b",
-        data="ultrachat",
-        tokenizer="llama3",
-        chat=True,
-        steps=6490,
-        workers=8,
-        batch_size=4,  # global batches of 32: give --batch-size 2 with 16 workers
-        seq_len=2048,
-        val_documents=1000,
-        lr=1e-5,  # A18
-        warmup=200,  # A6
-        base_horizon=100,
-        normalise=True,
-        wire="bf16",
-        dtype="bf16",
+    # One GPU of 24 GB, all workers on it; give --data PATH for local files.
+    "one-gpu": _C4 | dict(
+        model="85m", workers=4, batch_size=16, micro_batch=16, val_documents=1024,
+        steps=5000, warmup=200, lr=6e-4, base_horizon=100,
     ),
-}
+    # Global batches of 32: --batch-size 2 with 16 workers. The inner rate is A18, its warm-up A6.
+    "ultrachat-8b": _C4 | dict(
+        model="llama3.1-8b", data="ultrachat", tokenizer="llama3", seq_len=2048,
+        val_documents=1000, batch_size=4, micro_batch=0, steps=6490, warmup=200, lr=1e-5,
+        base_horizon=100, normalise=True,
+    ),
+}  # fmt: skip
+RESUME_MAY_CHANGE = {one.name for one in fields(Config) if one.metadata.get("free")}
 
-# A resume may change these; they do not touch what is computed.
-RESUME_MAY_CHANGE = {
-    *("name", "resume", "overwrite"),
-    *("compile", "timeout_minutes", "checkpoint_every"),
-}
-DRY_RUN_ONLY = ("json", "verdicts", "link_gbps", "link_ms", "step_seconds")
 
-
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
-def _unknown(value: str, allowed: Iterable[str]) -> str:
+def unknown(value: str, allowed: Iterable[str]) -> str:
+    """Words for a value that is none of the allowed ones; names the nearest."""
     near = difflib.get_close_matches(value, list(allowed), 1)
     hint = f", did you mean {near[0]}?" if near else ""
     return f"{value!r}: unknown{hint} (one of {', '.join(allowed)})"
 
 
-# ---------------------------------------------------------------- command line
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ValueError instead of leaving; names the nearest flag."""
-
-    def error(self, message: str) -> Any:
-        """Turn argparse's complaint into one line."""
-        raise ValueError(message)
-
-
-def _parser() -> _Parser:
-    """Flags from the fields of Config; the comment behind a field becomes its help."""
-    parser = _Parser(
-        prog="train.py",
-        description="Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", Path(__file__).read_text(), re.M))
-    for field in fields(Config):
-        kind = str(field.type)
-        shown = "" if field.default in ("", None, False, True) else f" [{field.default}]"
-        options: dict[str, Any] = {"help": comments[field.name].replace("%", "%%") + shown}
-        if kind.startswith("bool"):
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = {"int": int, "float": float, "str": str}[kind.split(" ")[0]]
-            options["metavar"] = kind.split(" ")[0].upper()
-        parser.add_argument(_flag(field.name), **options)
-    return parser
-
-
-def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
-    """Command line -> checked Config; with --resume the run's own config is the base.
-
-    Args:
-        argv: arguments without the program's name.
-    Returns:
-        The config, and what the user gave.
-    Raises:
-        ValueError: one line naming the flag or the file.
-    """
-    parser = _parser()
-    parsed, rest = parser.parse_known_args(argv)
-    if rest:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], flags, 1)
-        raise ValueError(
-            f"{rest[0]}: no such flag" + (f", did you mean {near[0]}?" if near else "")
-        )
-    given = vars(parsed)
-    if given.get("resume"):
-        if given.get("overwrite"):
-            raise ValueError("--resume and --overwrite exclude each other")
-        named = {
-            name: given[name] for name in ("recipe", "method", "name", "seed") if name in given
-        }
-        folder = Config(**named).folder
-        config = replace(load_config(folder), name=folder.name, resume=True)
-        for name, value in given.items():
-            if name not in RESUME_MAY_CHANGE and getattr(config, name) != value:
-                started = getattr(config, name)
-                raise ValueError(f"{_flag(name)} {value}: {folder} was started with {started}")
-        return replace(config, **given | {"name": folder.name}), given
-    config = Config(**(RECIPES.get(given.get("recipe", "tiny"), {}) | given))
-    if config.seq_len > (positions := config.shape.max_seq_len):
-        raise ValueError(f"--seq-len {config.seq_len}: the model has {positions} positions")
-    return config, given
-
-
-def without_effect(config: Config, given: Iterable[str]) -> list[str]:
-    """Warnings for settings that the user gave and that change nothing, and for one not given."""
-    idle = []
-    if not config.dry_run:
-        idle += [(name, "without --dry-run") for name in DRY_RUN_ONLY]
-    if config.init_from:
-        idle += [("model", "with --init-from")]
-    switches = ("adapt", "normalise", "adjust_momentum", "scale_step")
-    if config.method != "autoloco":
-        idle += [(name, f"with --method {config.method}") for name in switches]
-    if config.rules.sequence is not None:
-        ladder = ("min_horizon", "max_horizon", "granularity", "verdicts")
-        idle += [(name, "without the controller") for name in ladder]
-    if config.method == "ddp":
-        idle += [(name, "with ddp") for name in ("outer", "outer_lr", "outer_momentum", "horizons")]
-    elif config.horizons:
-        idle += [("adapt", "with --horizons")]
-    elif not config.adapt:
-        idle += [(name, "with --no-adapt") for name in ("min_horizon", "max_horizon")]
-    if config.outer == "average":
-        names = ("outer_lr", "outer_momentum", "adjust_momentum", "scale_step")
-        idle += [(name, "with --outer average") for name in names]
-    lines = [f"{_flag(name)} has no effect {why}" for name, why in idle if name in given]
-    if config.chat and not (config.init_from or config.resume or config.dry_run):
-        lines.append("no --init-from: fine-tuning starts from random weights")
-    return lines
-
-
 # ---------------------------------------------------------------- cost before you pay
-
 
 SUSTAINED_FLOPS = 400e12  # of a GPU: 40 % of an H100's dense bf16 peak
 FITS = 72e9  # bytes of an 80 GB GPU
 
 
 def diloco_payload(config: Config) -> int:
-    """Logical payload of the recipe's own DiLoCo over the same steps, for `saved`."""
-    recipe = {**{f.name: f.default for f in fields(Config)}, **RECIPES[config.recipe]}
-    numels = [shape.numel() for shape in model.parameter_shapes(config.shape).values()]
-    each = quant.payload_bytes(quant.CODECS[recipe["wire"]], numels)
-    return each * math.ceil(config.steps / recipe["base_horizon"])
+    """Payload of DiLoCo over the same steps, in the recipe's wire, for `saved`."""
+    wire = RECIPES[config.recipe].get("wire", Config.wire)
+    return payload(replace(config, wire=wire)) * math.ceil(config.steps / config.base_horizon)
 
 
-def totals(config: Config, intervals: list[int], payload: int) -> dict[str, Any]:
+def totals(config: Config, intervals: Sequence[int], sent: int) -> dict[str, Any]:
     """The keys that a summary and the last line of a dry run share."""
-    if config.method == "ddp":
-        intervals = [1] * sum(intervals)
+    steps = [1] * sum(intervals) if config.method == "ddp" else list(intervals)
     return {
-        "synchronisations": len(intervals),
-        "intervals": diloco.run_lengths(intervals),
-        "payload_bytes": payload,
-        "saved": 1 - payload / diloco_payload(config),
+        "synchronisations": len(steps),
+        "intervals": diloco.run_lengths(steps),
+        "payload_bytes": sent,
+        "saved": 1 - sent / diloco_payload(config),
     }
 
 
-def shard_numels(config: Config, shard: int) -> dict[str, int]:
-    """Elements of each parameter on one rank of a worker: FSDP2 cuts dimension 0 like torch.chunk.
-
-    Args:
-        config: gives model and S.
-        shard: below S.
-    """
-    numels = {}
-    for name, shape in model.parameter_shapes(config.shape).items():
+def shard_numels(config: Config, shard: int) -> list[int]:
+    """Elements of each parameter on one rank of a worker: FSDP2 cuts dimension 0 as torch.chunk."""
+    numels = []
+    for shape in model.parameter_shapes(config.shape).values():
         rows = math.ceil(shape[0] / config.ranks_per_worker)
-        rows = min(rows, max(0, shape[0] - shard * rows))
-        numels[name] = rows * shape[1:].numel()
+        numels.append(min(rows, max(0, shape[0] - shard * rows)) * shape[1:].numel())
     return numels
 
 
-def payload_per_synchronisation(config: Config) -> int:
+def payload(config: Config) -> int:
     """Logical payload of one synchronisation: a worker's encoded pseudo-gradient, all shards."""
-    codec = quant.CODECS[config.wire]
-    shards = [shard_numels(config, shard) for shard in range(config.ranks_per_worker)]
-    return sum(quant.payload_bytes(codec, list(numels.values())) for numels in shards)
+    shards = (shard_numels(config, shard) for shard in range(config.ranks_per_worker))
+    return sum(quant.payload_bytes(quant.CODECS[config.wire], numels) for numels in shards)
 
 
-def step_seconds(config: Config) -> float:
-    """Estimate of an inner step: --step-seconds, or FLOPs at a sustained rate.
+def step_flops(size: ModelConfig, sequences: int, length: int) -> float:
+    """FLOPs of forward and backward pass.
 
-        FLOPs of a token = 6 (parameters in matrix products) + 12 layers C T
-
-    over the rows of one GPU, a third more with activation checkpointing. FSDP2's own traffic is
-    taken to hide behind it.
+        of a token: 6 (parameters in matrix products) + 12 layers C T
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
-    size = config.shape
     lookup = 0 if size.tied else size.vocab_size * size.width
     products = model.parameter_count(size) - lookup
-    flops = 6 * products + 12 * size.layers * size.width * config.seq_len
-    tokens = math.ceil(config.batch_size / config.ranks_per_worker) * config.seq_len
+    return sequences * length * (6 * products + 12 * size.layers * size.width * length)
+
+
+def step_seconds(config: Config) -> float:
+    """Estimate of an inner step: --step-seconds, or the FLOPs of one GPU's rows at a sustained
+    rate, a third more with activation checkpointing.
+    """
+    rows = math.ceil(config.batch_size / config.ranks_per_worker)
     again = 4 / 3 if config.activation_checkpointing else 1.0
-    return config.step_seconds or tokens * flops * again / SUSTAINED_FLOPS
+    flops = step_flops(config.shape, rows, config.seq_len) * again
+    return config.step_seconds or flops / SUSTAINED_FLOPS
 
 
 def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
-    """Estimate of one GPU's memory in bytes, by purpose.
+    """Estimate of one GPU's memory in bytes, by purpose, for R `hosted` workers of a rank.
 
-        states       4 n (3 R + 1) + 8 n    parameters and AdamW of R workers, gradients; shared, m
-        wire         e (1/2 + R (G-1)/G)    the mean, sent and received parts: two pieces of four
+        states       4 n (R (3 + w) + 1 + s)    parameters and AdamW of R workers, gradients; s
+                     shared and w worker buffers, as the method's workers declare them
+        wire         e max(1, 2 R (G-1)/G)      parts sent and received; then the whole mean
         copies       2 n in bf16; S > 1: c (3 b + 2 r) + 4 max(b, r), as FSDP2 gathers two blocks
                      and the rest, and reduces the gradient of one and the rest in fp32
         activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
@@ -469,24 +422,18 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
         loss         logits as c bytes, twice as fp32; 4 V C for the gradient of a chunked head
 
     n parameters of a rank (S-th part), b and r of a block and outside of blocks, e encoded bytes of
-    n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU, R
-    hosted workers. ddp holds R gradients and neither shared parameters nor m. Not in it: what torch
-    and the driver need, and fragmentation; `FITS` leaves a tenth for them.
-
-    Args:
-        config: the run.
-        hosted: R, workers of a rank.
-    Returns:
-        Bytes by purpose.
+    n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU. ddp
+    holds R gradients and one model. Not in it: what torch and the driver need, and fragmentation;
+    `FITS` leaves a tenth for them.
     """
     size, S, groups = config.shape, config.ranks_per_worker, config.workers // hosted
     local, whole = shard_numels(config, 0), model.parameter_shapes(size)
-    n, c = sum(local.values()), 2 if config.dtype == "bf16" else 4
-    states = 4 * n * (3 * hosted + 1) + 8 * n
+    n, c = sum(local), 2 if config.dtype == "bf16" else 4
+    kind = METHODS[config.method].workers
+    buffers = 1 + len(kind.shared_buffers) + hosted * (3 + len(kind.worker_buffers))
     if config.method == "ddp":
-        states = 4 * n * (3 + hosted)
-    encoded = quant.payload_bytes(quant.CODECS[config.wire], list(local.values()))
-    wire = encoded * (0.5 + hosted * (groups - 1) / groups) if groups > 1 else 0
+        buffers = 3 + hosted
+    encoded = quant.payload_bytes(quant.CODECS[config.wire], local)
     rest = sum(shape.numel() for name, shape in whole.items() if not name.startswith("blocks."))
     block = (model.parameter_count(size) - rest) // size.layers
     copies = 2 * n if c == 2 else 0
@@ -501,262 +448,248 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     if size.vocab_size > model.LARGE_VOCABULARY:
         logits, head = min(logits, model.CHUNK_BYTES["cuda"]), 4 * size.vocab_size * C
     return {
-        "states": states,
-        "wire": wire,
+        "states": 4 * n * buffers,
+        "wire": encoded * max(1, 2 * hosted * (groups - 1) / groups) if groups > 1 else 0,
         "copies": copies,
         "activations": tokens * (kept + 16 * C),
         "loss": logits * (1 + 8 / c) + head,
     }
 
 
-def compare_methods(
-    config: Config, walked: list[tuple[autoloco.Plan, autoloco.Decision]]
-) -> dict[str, dict[str, float]]:
-    """Cost of every method on the link of --link-gbps and --link-ms.
+def compare_methods(config: Config, walked: Sequence[autoloco.Plan]) -> dict[str, dict[str, float]]:
+    """Cost of every method on the link of --link-gbps and --link-ms, by method.
 
         hours = synchronisations (payload 8 / rate + delay) / 3600
         utilisation = computing / (computing + hours)
 
-    Args:
-        config: the run.
-        walked: its own intervals; the other methods take theirs from the same base horizon.
-    Returns:
-        For each method `synchronisations payload_bytes saved hours utilisation`.
+    The other methods take their intervals from the same base horizon.
     """
-    each = payload_per_synchronisation(config)
-    delay = each * 8 / (config.link_gbps * 1e9) + config.link_ms / 1e3
     computing = config.steps * step_seconds(config) / 3600
     table: dict[str, dict[str, float]] = {}
-    for method in METHODS:
-        rows = walked
-        if method != config.method:
+    for name, method in METHODS.items():
+        other, plans = config, walked
+        if name != config.method:
             try:
-                other = replace(config, method=method, horizons="", verdicts="")
+                changes = {"method": name, "horizons": "", "verdicts": "", **method.defaults}
+                other = replace(config, **changes)
             except ValueError:
                 continue  # a ladder that does not fit is no mistake in a run without the controller
-            rows = list(autoloco.simulate(other.rules))
-        count = config.steps if method == "ddp" else len(rows)
-        hours = count * delay / 3600
-        table[method] = {
+            plans = [planned for planned, _ in autoloco.simulate(other.rules)]
+        each, count = payload(other), config.steps if name == "ddp" else len(plans)
+        hours = count * (each * 8 / (config.link_gbps * 1e9) + config.link_ms / 1e3) / 3600
+        table[name] = {
             "synchronisations": count,
             "payload_bytes": each * count,
             "saved": 1 - each * count / diloco_payload(config),
             "hours": hours,
+            "total_hours": computing + hours,
             "utilisation": computing / (computing + hours),
         }
     return table
 
 
 def dry_run(config: Config) -> dict[str, Any]:
-    """Print what a run would execute, hold, send and wait for on a link, beside the other methods;
-    assume that every verdict supports.
-
-    Args:
-        config: the run.
-    Returns:
-        The totals, parameters, input positions, bytes of a GPU (with one worker on S of them), and
-        `compare_methods`.
+    """Print what a run would execute, hold, send and wait for on a link, beside the other methods,
+    where every verdict supports; returns the same as a JSON-ready object.
     """
-    walked = list(autoloco.simulate(config.rules, config.parsed_verdicts))
-    methods = compare_methods(config, walked)
-    mine, count = methods[config.method], model.parameter_count(config.shape)
+    walked = list(autoloco.simulate(config.rules, config.replaced_verdicts))
+    methods = compare_methods(config, [planned for planned, _ in walked])
+    count, S = model.parameter_count(config.shape), config.ranks_per_worker
     positions = config.steps * config.workers * config.batch_size * config.seq_len
-    result = totals(config, [planned.steps for planned, _ in walked], int(mine["payload_bytes"]))
-    print(f"recipe            {config.recipe}, method {config.method}")
-    print(f"model             {config.model}, {count:,} parameters")
-    print(f"steps             {config.steps:,} on {config.workers} workers")
-    print(f"input positions   {positions / 1e9:,.3f} G")
-    print(f"intervals         {diloco.format_runs(result['intervals'])}")
-    memory = {}
-    for hosted in (config.workers, 1) if config.ranks_per_worker == 1 else (1,):
-        memory = memory_per_gpu(config, hosted)
-        total, gpus = sum(memory.values()), config.workers // hosted * config.ranks_per_worker
-        fits = "fits" if total <= FITS else "does not fit"
-        words = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in memory.items())
-        print(f"memory on {gpus:<8}{total / 1e9:.3g} GB a GPU, {fits} in 80: {words}")
-    payload = payload_per_synchronisation(config) / 1e9
-    print(f"payload           {payload:,.3f} GB a worker and direction, as {config.wire}")
-    print(f"link              {config.link_gbps:g} Gbit/s and {config.link_ms:g} ms")
-    source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s a GPU"
-    print(f"step              {step_seconds(config):.3g} s, {source}")
-    print(f"\n{'':12}{'syncs':>8}{'GB':>14}{'saved':>13}{'h on link':>12}{'utilisation':>13}")
-    for method, row in methods.items():
-        print(
-            f"{method:12}{row['synchronisations']:8,}{row['payload_bytes'] / 1e9:14,.3f}"
-            f"{100 * row['saved']:11,.1f} %{row['hours']:12.3g}{100 * row['utilisation']:11.1f} %"
-        )
-    for planned, decision in walked:
-        if planned.interval in config.parsed_verdicts:
-            print(f"interval {planned.interval:<4}     {decision.phase}: {decision.reason}")
-    more = {"parameters": count, "input_positions": positions, "memory_bytes": memory}
-    return result | more | {"methods": methods}
-
-
-# ---------------------------------------------------------------- files
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise ValueError(f"{path}: damaged, not JSON") from None
-
-
-def load_config(folder: Path) -> Config:
-    """The config that a run was started with.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    path = folder / "config.json"
-    saved = read_json(path)
-    try:
-        if set(saved["config"]) != {field.name for field in fields(Config)}:
-            raise ValueError("written by another version of this program")
-        return Config(**(saved["config"] | {"resume": False, "overwrite": False}))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except (KeyError, TypeError):
-        raise ValueError(f"{path}: damaged") from None
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What `environment` wrote.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    facts = read_json(folder / "env.json")
-    if not isinstance(facts, dict) or not isinstance(facts.get("data"), dict):
-        raise ValueError(f"{folder / 'env.json'}: damaged")
-    return facts
-
-
-def write_file(path: Path, content: bytes) -> str:
-    """Write a file whole or not at all, through to the disk; returns its SHA-256."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-    return hashlib.sha256(content).hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk, as a file's content alone does not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> str:
-    """Write a JSON file whole or not at all; returns its SHA-256."""
-    return write_file(path, json.dumps(value, indent=1).encode() + b"\n")
-
-
-def environment(ranks: diloco.Ranks, source: data.Source) -> dict[str, Any]:
-    """Versions, hardware, corpus and a hash of the program: what a rerun would have to match."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
-    gpu = torch.cuda.get_device_name() if ranks.device.type == "cuda" else None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "gpu": gpu,
-        "threads": torch.get_num_threads(),
-        "ranks": ranks.world,
-        "source_sha256": digest,
-        "launch": launch(),
-        "data": source.describe(),
+    sent = int(methods[config.method]["payload_bytes"])
+    result = totals(config, [planned.steps for planned, _ in walked], sent)
+    source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s, as on a large GPU"
+    shown = {
+        "recipe": f"{config.recipe}, method {config.method}",
+        "model": f"{config.init_from or config.model}, {count:,} parameters",
+        "steps": f"{config.steps:,} on {config.workers} workers",
+        "input positions": f"{positions / 1e9:,.3f} G",
+        "intervals": diloco.format_runs(result["intervals"]),
+        "payload": f"{payload(config) / 1e9:,.3f} GB a worker and direction, as {config.wire}",
+        "link": f"{config.link_gbps:g} Gbit/s and {config.link_ms:g} ms",
+        "step": f"{step_seconds(config):.3g} s, {source}",
     }
+    for hosted, shards in ((config.workers, 1), (1, S), (1, 8 * S)) if S == 1 else ((1, S),):
+        memory = memory_per_gpu(replace(config, ranks_per_worker=shards), hosted)
+        total, gpus = sum(memory.values()), config.workers // hosted * shards
+        words = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in memory.items())
+        fits = "fits" if total <= FITS else "does not fit"
+        layout = f" (--ranks-per-worker {shards})" if shards > 1 else ""
+        shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80{layout}: {words}"
+        if hosted == 1 and shards == S:
+            result["memory_bytes"] = memory
+            if total <= FITS:
+                break
+    for name, words in shown.items():
+        print(f"{name:18}{words}")
+    columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
+    print("\n" + f"{'':10}" + "".join(f"{column:>14}" for column in columns))
+    for name, row in methods.items():
+        cells = [f"{row['synchronisations']:,}", f"{row['payload_bytes'] / 1e9:,.3f}"]
+        cells += [saved_words(row["saved"]), f"{row['hours']:.3g}", f"{row['total_hours']:.3g}"]
+        cells.append(f"{100 * row['utilisation']:.1f} %")
+        print(f"{name:10}" + "".join(f"{cell:>14}" for cell in cells))
+    for planned, decision in walked:
+        if planned.interval in config.replaced_verdicts:
+            print(f"interval {planned.interval:<9}{planned.phase}: {decision.reason}")
+    return result | {"parameters": count, "input_positions": positions, "methods": methods}
 
 
-def launch() -> str:
-    """Names this launch, the same after a restart by torchrun; empty under plain python."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"{name} of {os.getppid()} on {platform.node()}" if name else ""
+def saved_words(saved: float) -> str:
+    """Payload against DiLoCo's, in words that need no thought.
+
+    >>> saved_words(0.27), saved_words(-19)
+    ('27.0 % less', "20 x DiLoCo's")
+    """
+    if saved < -0.5:
+        return f"{1 - saved:,.3g} x DiLoCo's"
+    return f"{100 * abs(saved):.1f} % {'less' if saved >= 0 else 'more'}"
 
 
-class Log:
-    """The run's JSON-lines files, written by rank 0 at every synchronisation.
+# ---------------------------------------------------------------- the run folder
 
-    Args:
-        folder: the run folder.
-        writes: whether this rank writes.
+LOGS = ("metrics", "intervals")  # NAME.jsonl: a row a step; a header, then a row an interval
+WRITES = re.compile(  # paths of all that a run writes
+    r"(config|env|summary|tasks)\.json(\.tmp)?|(metrics|intervals)\.jsonl"
+    r"|checkpoint(/(partial|(damaged-)?step-\d{8}(-before)?)(/manifest\.json(\.tmp)?|/\S+\.safetensors)?)?"
+)
+
+
+class Run:
+    """A run folder and where the run stands: the controller's state, which is what its log says.
+
+    Rank 0 writes: a row a step and a row a synchronisation.
     """
 
-    FILES = {"metrics": ("step", 1), "intervals": ("interval", 0)}  # counted by, from
+    def __init__(self, config: Config, rank: int, local: int) -> None:
+        self.config, self.folder, self.writes = config, config.folder, rank == 0
+        self.state = autoloco.start(config.rules)
+        self.rows: list[dict[str, Any]] = []  # of intervals
+        self.unfinished = {"seconds": 0.0, "sent_bytes": 0}  # of this interval, before a stop
+        self.loss = math.nan
+        self.payload = payload(config)
+        self.began = self.ended = 0.0  # seconds, of the local phase
+        self.sent = 0  # bytes, before it
+        self.visible, self.bar = local == 0, tqdm(disable=True)
+        self.wandb: Any = None
 
-    def __init__(self, folder: Path, writes: bool) -> None:
-        self.folder, self.writes = folder, writes
+    @property
+    def bad(self) -> int:
+        """Intervals in a row, up to now, with a non-finite worker."""
+        good = (at for at, row in enumerate(reversed(self.rows)) if not row["excluded"])
+        return next(good, len(self.rows))
 
-    def path(self, name: str) -> Path:
-        """The file of `name`."""
-        return self.folder / f"{name}.jsonl"
+    def follow(self) -> None:
+        """Send the rows of both logs to Weights & Biases too; a resume goes on under its id."""
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb needs an optional package: pip install wandb") from None
+        number = f"{self.config.run_name}-{read_facts(self.folder).get('began', '')}"
+        about = {"id": number, "resume": "allow", "config": asdict(self.config)}
+        self.wandb = wandb.init(project=self.config.wandb, **about)
+
+    def starts(self, ranks: diloco.Ranks) -> None:
+        """An interval starts, or goes on after a resume."""
+        self.began = time.perf_counter() - self.unfinished["seconds"]
+        self.sent = ranks.bytes_sent - int(self.unfinished["sent_bytes"])
+
+    def local_phase_ends(self, ranks: diloco.Ranks) -> None:
+        """Note the seconds; a GPU's unfinished kernels belong to the local phase."""
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ended, sent = time.perf_counter(), ranks.bytes_sent - self.sent
+        self.unfinished = {"seconds": self.ended - self.began, "sent_bytes": sent}
+
+    def show(self, step: int, plan: autoloco.Plan) -> None:
+        """Progress and time to go, on local rank 0; in a file a line now and then."""
+        if self.bar.disable and self.visible:
+            every = 0.1 if sys.stderr.isatty() else 10.0  # seconds
+            about = {"initial": step - 1, "unit": "step", "dynamic_ncols": True}
+            self.bar = tqdm(total=self.config.steps, mininterval=every, **about)
+        loss = f"{self.loss:.3f}" if math.isfinite(self.loss) else "-"
+        words = f"loss {loss}, horizon {plan.horizon}, interval {plan.interval}"
+        self.bar.set_postfix_str(words, refresh=False)
+        self.bar.update()
+
+    def log(
+        self,
+        ranks: diloco.Ranks,
+        plan: autoloco.Plan,
+        measured: diloco.Measured,
+        row: dict[str, Any],
+        found: dict[str, float],
+    ) -> None:
+        """Append what an interval measured and decided; a row of metrics a step, whose loss is the
+        token-weighted mean over all workers. Failure after too many bad intervals.
+        """
+        sums = (measured.records[name].sum(0).tolist() for name in diloco.RECORD)
+        steps: list[dict[str, Any]] = []
+        for step, (loss, targets, tokens, norm) in enumerate(zip(*sums, strict=True), plan.step):
+            mean, lr = loss / max(1, targets), autoloco.inner_lr(self.config.rules, step)
+            one = {"step": step + 1, "loss": mean, "tokens": int(tokens), "lr": lr}
+            steps.append(one | {"grad_norm": norm / self.config.workers})
+        steps[-1] |= found
+        times = plan.steps if self.config.method == "ddp" else 1
+        row |= {
+            "payload_bytes": self.payload * times,
+            "sent_bytes": ranks.bytes_sent - self.sent,
+            "excluded": list(measured.excluded),
+            "local_seconds": self.ended - self.began,
+            "sync_seconds": time.perf_counter() - self.ended,
+        }
+        self.rows.append(row)
+        self.unfinished = {"seconds": 0.0, "sent_bytes": 0}
+        self.loss = last_mean([one["loss"] for one in steps], len(steps))
+        self.append("metrics", steps)
+        self.append("intervals", [row])
+        for one in steps if self.wandb else ():
+            self.wandb.log(one, step=one["step"])
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
+        if found and self.visible:
+            self.bar.write(f"step {row['step']}: validation loss {found['val_loss']:.4f}")
+        if self.bad >= self.config.max_bad_intervals:
+            raise diloco.Failure(
+                f"--max-bad-intervals: {self.bad} in a row with a non-finite worker, the last with "
+                f"{row['excluded']}: the run diverges, try a lower --lr than {self.config.lr}"
+            )
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows to `name`.jsonl; a number that is not finite is null."""
-        if not self.writes:
-            return
-        try:
-            with open(self.path(name), "a") as file:
-                for row in rows:
-                    file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-        except OSError as error:
-            raise OSError(f"{self.path(name)}: {error.strerror}") from None
-
-    def flush(self) -> None:
-        """Put the files on the disk, as a checkpoint that counts their lines must find them."""
-        for name in self.FILES:
-            with open(self.path(name), "rb") as file:
-                os.fsync(file.fileno())
-
-    def kept(self, name: str, count: int) -> bytes:
-        """The first `count` lines of `name`.jsonl.
-
-        Raises:
-            ValueError: naming the file, and the line that is missing or damaged.
-        """
-        path, (key, first) = self.path(name), self.FILES[name]
-        try:
-            lines = path.read_bytes().split(b"\n")[:-1]  # a complete file ends with a newline
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-        if len(lines) < count:
-            raise ValueError(f"{path}: {len(lines)} lines, but the checkpoint was saved at {count}")
-        for number, line in enumerate(lines[:count], first):
+        """Append rows to a log; a number that is not finite is null."""
+        if self.writes:
+            path = self.folder / f"{name}.jsonl"
             try:
-                whole = json.loads(line).get(key, 0) == number
-            except (ValueError, AttributeError):
-                whole = False
-            if not whole:
-                raise ValueError(f"{path}: line {number + 1 - first} is damaged")
-        return b"".join(line + b"\n" for line in lines[:count])
+                with open(path, "a") as file:
+                    file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+            except OSError as error:
+                raise OSError(f"{path}: {error.strerror}") from None
 
-    def cut(self, state: autoloco.State) -> None:
-        """Cut both files back to a checkpoint; says if a torn last line goes."""
-        for name, kept in self.at(state).items() if self.writes else ():
-            path = self.path(name)
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
-                print(f"{path}: the torn last line is dropped", file=sys.stderr)
-            write_file(path, kept)
+    def summary(self, measured: Mapping[str, float]) -> dict[str, Any]:
+        """Totals of the log, and the final losses."""
+        metrics = read_rows(self.folder / "metrics.jsonl")
+        losses = [math.nan if row["loss"] is None else row["loss"] for row in metrics]
+        count, whole = (
+            max(1, len(losses) // 50),
+            {
+                name: sum(row[name] for row in self.rows)
+                for name in ("payload_bytes", "sent_bytes", "local_seconds", "sync_seconds")
+            },
+        )
+        executed = [row["steps"] for row in self.rows]
+        return totals(self.config, executed, whole["payload_bytes"]) | {
+            "sent_bytes": whole["sent_bytes"],  # by rank 0
+            "train_loss": last_mean(losses, count),  # of the last 2 % of steps
+            "val_loss": measured["val_loss"],
+            "bits_per_byte": measured["bits_per_byte"],
+            "seconds": round(whole["local_seconds"] + whole["sync_seconds"], 1),
+        }
 
-    def at(self, state: autoloco.State) -> dict[str, bytes]:
-        """Both files as they were at a checkpoint: one row a step, header and one an interval."""
-        counts = {"metrics": state.step, "intervals": 1 + state.interval}
-        return {name: self.kept(name, count) for name, count in counts.items()}
+
+def last_mean(losses: Sequence[float], count: int) -> float:
+    """Mean of the last `count` losses that are finite; NaN where none is."""
+    known = [loss for loss in losses[-count:] if math.isfinite(loss)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -767,393 +700,379 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- checkpoints
-
-
-@dataclass
-class Progress:
-    """Where a run stands, beside its tensors.
-
-    Args:
-        state: scheduler position, mapper and controller before the current interval.
-        intervals: executed steps of every completed interval.
-        payload_bytes: logical payload of a worker so far.
-        sent_bytes: bytes that rank 0 sent in completed intervals.
-        unlogged_bytes: bytes that it sent in this one (ddp sends at every step).
-        seconds: wall-clock time so far, over all resumes.
-        bad: intervals in a row with a non-finite worker.
-        loss: of the last interval.
-    """
-
-    state: autoloco.State
-    intervals: list[int]
-    payload_bytes: int = 0
-    sent_bytes: int = 0
-    unlogged_bytes: int = 0
-    seconds: float = 0.0
-    bad: int = 0
-    loss: float = math.nan
-
-
-class StopFlag:
-    """Set by SIGTERM and SIGINT, as often as they come."""
-
-    def __init__(self, others: Sequence[subprocess.Popen[bytes]]) -> None:
-        self.requested, self.others = False, others
-        signals = (signal.SIGTERM, signal.SIGINT)
-        self.before = {number: signal.signal(number, self._request) for number in signals}
-
-    def _request(self, *_: Any) -> None:
-        self.requested = True
-        for process in self.others:  # which this process started, so nobody else tells them
-            process.terminate()
-
-    def release(self) -> None:
-        """All is saved: from here on a signal ends the process as usual."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.before[number])
-
-    def __call__(self) -> bool:
-        """Whether the run should stop."""
-        return ended(self.others) or self.requested
-
-
-def ended(others: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Whether a process that this one started is gone: False, or no return at all.
-
-    Raises:
-        LostPeer: naming it; without this the next meeting would wait for it.
-    """
-    for rank, process in enumerate(others, 1):
-        if process.poll():
-            raise diloco.LostPeer(f"lost rank {rank}, which ended with {process.returncode}")
-    return False
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _shard(ranks: diloco.Ranks, name: str) -> str:
-    return f"{name}-shard-{ranks.shard:02d}" if ranks.ranks_per_worker > 1 else name
-
-
-def save_checkpoint(
-    config: Config,
-    ranks: diloco.Ranks,
-    workers: diloco.Workers,
-    progress: Progress,
-    log: Log,
-    stopping: StopFlag,
-    label: str,
-) -> str:
-    """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval, without collectives.
-
-    Every rank writes its workers' files and then a note with their checksums; rank 0 gathers the
-    notes into the manifest and renames the folder, so a checkpoint is whole or not there. The last
-    two are kept, and the last one without a bad interval.
-
-    Args:
-        config: the run; its folder is on a file system that all ranks see.
-        ranks: the launch.
-        workers: parameters, AdamW states and records.
-        progress: the rest of the state.
-        log: the run's files, complete up to `progress`.
-        stopping: whether there is little time.
-        label: of the unfinished folder: a rank may save on request while rank 0 still gathers the
-            notes of the interval before.
-    Returns:
-        The checkpoint's name; on ranks above 0 the temporary one.
-    Raises:
-        LostPeer: on rank 0, naming a rank that did not save.
-        OSError: a full disk; the earlier checkpoints stay.
-    """
-    from safetensors.torch import save
-
-    parent = config.folder / "checkpoint"
-    partial = parent / f"partial-{label}"
-    begun = partial / f"rank-{ranks.rank:03d}.begun"
+def read_json(path: Path) -> Any:
+    """A JSON file; ValueError names it."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        begun.touch()
-        written: dict[str, dict[str, torch.Tensor]] = {}
-        if ranks.rank < ranks.ranks_per_worker:
-            written[_shard(ranks, "shared")] = workers.shared_state()
-        for row, worker in enumerate(ranks.hosted):
-            written[_shard(ranks, f"worker-{worker:02d}")] = workers.worker_state(row)
-        files: dict[str, str] = {}
-        for name, tensors in written.items():
-            host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-            files[f"{name}.safetensors"] = write_file(partial / f"{name}.safetensors", save(host))
-        note: dict[str, Any] = {"files": files, "done": max(workers.done)}
-        write_json(partial / f"rank-{ranks.rank:03d}.json", note)
-        if ranks.rank:
-            return partial.name
-        log.flush()
-        state = {"config": asdict(config)} | asdict(progress)
-        manifest = {"state.json": write_json(partial / "state.json", state)}
-        notes = _wait_for_notes(partial, ranks, stopping)
-        for note in notes:
-            manifest |= note["files"]
-        for path in partial.glob("rank-*"):
-            path.unlink()
-        write_json(partial / "manifest.json", {"files": manifest})
-        target = parent / f"step-{progress.state.step + max(note['done'] for note in notes):08d}"
-        before = parent / f"{target.name}-before"
-        if target.exists():  # saved on request at the same step, maybe before its synchronisation
-            shutil.rmtree(before, ignore_errors=True)
-            target.rename(before)
-        partial.rename(target)
-        sync_folder(parent)
-        shutil.rmtree(before, ignore_errors=True)
-        found = sorted(parent.glob("step-*"))
-        kept = found[-2:]
-        if progress.bad:  # the last one before the bad intervals stays as well
-            kept += [path for path in found if not read_json(path / "state.json")["bad"]][-1:]
-        for path in found:
-            if path not in kept:
-                shutil.rmtree(path)
-        return target.name
+        return json.loads(path.read_text())
     except OSError as error:
-        begun.unlink(missing_ok=True)  # rank 0 need not wait for this one
-        raise OSError(
-            f"{partial}: {error.strerror}: not saved; the checkpoints before it stay"
-        ) from None
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: damaged, not JSON") from None
 
 
-def _wait_for_notes(partial: Path, ranks: diloco.Ranks, stopping: StopFlag) -> list[dict[str, Any]]:
-    """All ranks' notes. When the run is stopped, a rank that has not begun to write after 10
-    seconds is taken for dead: torchrun ends the others 30 seconds after it sent SIGTERM.
-    """
-    began, limit = time.monotonic(), ranks.timeout.total_seconds()
-    while True:
-        notes = {rank: partial / f"rank-{rank:03d}.json" for rank in ranks.everyone}
-        missing = [rank for rank, note in notes.items() if not note.exists()]
-        if not missing:
-            return [read_json(note) for note in notes.values()]
-        absent = [rank for rank in missing if not notes[rank].with_suffix(".begun").exists()]
-        waited = time.monotonic() - began
-        if waited > limit or (stopping() and absent and waited > 10):
-            names = ", ".join(map(str, absent or missing))
-            raise diloco.LostPeer(f"no checkpoint: rank {names} did not save its workers")
-        time.sleep(0.02)
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """The latest whole checkpoint of a run; a damaged one is named on stderr and passed over.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for path in sorted((folder / "checkpoint").glob("step-*"), reverse=True):
-        try:
-            listed = read_json(path / "manifest.json")["files"]
-            for name, expected in listed.items():
-                if _sha256(path / name) != expected:
-                    raise ValueError(f"{path / name}: checksum differs")
-            return path
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"DAMAGED CHECKPOINT {path} is passed over: {error}", file=sys.stderr)
-    raise ValueError(f"{folder}: no whole checkpoint; --overwrite starts again from the beginning")
-
-
-def check_checkpoint(config: Config, path: Path, log: Log) -> None:
-    """Refuse a checkpoint that would not continue this run, before anything is touched.
-
-    Args:
-        config: the run.
-        path: a checkpoint folder, found by `find_checkpoint`.
-        log: the run's files.
-    Raises:
-        ValueError: naming the setting that differs, or a file.
-    """
-    saved = read_json(path / "state.json")
-    for name, value in asdict(config).items():
-        if name not in RESUME_MAY_CHANGE and saved["config"][name] != value:
-            raise ValueError(
-                f"{_flag(name)} {value}: {path} was saved with {saved['config'][name]}"
-            )
-    log.at(autoloco.state_from_dict(saved["state"]))
-
-
-def check_data(config: Config, source: data.Source, facts: Mapping[str, Any]) -> None:
-    """Refuse other documents than those that a run was started with.
-
-    Args:
-        config: the run.
-        source: what was opened.
-        facts: what its `describe` said at the start.
-    Raises:
-        ValueError: naming the fact that differs.
-    """
-    for name, value in source.describe().items():
-        if name in facts and facts[name] != value:
-            raise ValueError(
-                f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from the "
-                f"run's start, has {facts[name]} (without that entry the change is accepted)"
-            )
-
-
-def tidy_checkpoints(path: Path) -> None:
-    """Put aside what a resume from `path` passed over, so that new checkpoints take its place."""
-    for other in path.parent.iterdir():
-        if other.name.startswith("partial-"):
-            shutil.rmtree(other)
-        elif other.name.startswith("step-") and other.name > path.name:
-            aside = path.parent / f"damaged-{other.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            other.rename(aside)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A log's rows; a torn last line is left out. ValueError names the file."""
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    except (OSError, ValueError, RecursionError):
+        raise ValueError(f"{path}: missing or damaged") from None
 
 
-def restore(path: Path, ranks: diloco.Ranks, workers: diloco.Workers) -> Progress:
-    """Put a checkpoint into the workers; any number of ranks that divides K may do so.
-
-    Args:
-        path: a checkpoint folder, found by `find_checkpoint`.
-        ranks: the launch.
-        workers: receive their tensors.
-    Returns:
-        The rest of the state.
+def load_config(folder: Path) -> Config:
+    """The config that a run was started with; a knob that it lacks takes its default, which is what
+    the run did. ValueError names the file.
     """
-    saved = read_json(path / "state.json")
-    del saved["config"]
-    saved["state"] = autoloco.state_from_dict(saved["state"])
-    workers.load_shared(load_tensors(path / f"{_shard(ranks, 'shared')}.safetensors"))
-    for row, worker in enumerate(ranks.hosted):
-        name = _shard(ranks, f"worker-{worker:02d}")
-        workers.load_worker(row, load_tensors(path / f"{name}.safetensors"))
-    return Progress(**saved)
+    path = folder / "config.json"
+    try:
+        saved = read_json(path)["config"]
+        facts = folder / "env.json"
+        if facts.exists() and read_facts(folder).get("config_sha256") != sha256(path):
+            raise ValueError("changed since the run began; env.json has its checksum")
+        if strange := set(saved) - {one.name for one in fields(Config)}:
+            raise ValueError(f"unknown {min(strange)}, of another version of this program")
+        return Config(**(saved | {"resume": False, "overwrite": False}))
+    except ValueError as error:
+        words = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: {words}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: damaged") from None
 
 
-# ---------------------------------------------------------------- validation
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `environment` wrote; ValueError names the file."""
+    facts = read_json(folder / "env.json")
+    if not isinstance(facts, dict) or not isinstance(facts.get("data"), dict):
+        raise ValueError(f"{folder / 'env.json'}: damaged")
+    return facts
 
 
-@torch.no_grad()
-def validate(
-    network: torch.nn.Module, source: data.Source, ranks: diloco.Ranks, dtype: str
-) -> dict[str, float]:
-    """Token-averaged negative log-likelihood of the synchronised model on the validation documents
-    (E.1).
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all, through to the disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        to_disk(file.fileno())
+    temporary.replace(path)
 
-    Draws no random number and changes nothing. Ranks share the batches; sums are taken in batch
-    order, so the result does not depend on how many there are.
 
-    Args:
-        network: maps (inputs, targets) to the summed loss.
-        source: gives the validation batches.
-        ranks: the launch.
-        dtype: fp32 or bf16 computation.
-    Returns:
-        `val_loss`, nats a token; `bits_per_byte`; `val_tokens`.
-    """
-    mine = ranks.rank // ranks.ranks_per_worker
-    rows = []
-    for index, batch in enumerate(source.validation()):
-        sums = [0.0, 0.0, 0.0]
-        if index % ranks.groups == mine:
-            inputs, targets = batch.inputs.to(ranks.device), batch.targets.to(ranks.device)
-            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-                loss = float(network(inputs, targets))
-            kept = batch.targets[batch.targets != data.IGNORE]
-            sums = [loss, float(len(kept)), float(source.token_bytes[kept].sum())]
-        rows.append(sums)
-    every = ranks.gather(torch.tensor(rows, dtype=torch.float64).view(-1))
-    loss, tokens, size = every[:: ranks.ranks_per_worker].sum(0).view(-1, 3).sum(0).tolist()
+def to_disk(descriptor: int) -> None:
+    """fsync, where the file system can."""
+    with suppress(OSError):
+        os.fsync(descriptor)
+
+
+def sha256(path: Path, size: int = -1) -> str:
+    """Checksum of a file, or of its first `size` bytes."""
+    with open(path, "rb") as file:
+        if size < 0:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(file.read(size)).hexdigest()
+
+
+def program_sha256() -> str:
+    """Hash of the files that decide what a run computes."""
+    names = ("train.py", "autoloco.py", "diloco.py", "model.py", "data.py", "quant.py")
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()
+
+
+def environment(folder: Path, ranks: diloco.Ranks, source: data.Source) -> dict[str, Any]:
+    """Versions, hardware, corpus and a hash of the program: what a rerun would have to match."""
     return {
-        "val_loss": loss / max(1.0, tokens),
-        "bits_per_byte": loss / math.log(2) / max(1.0, size),
-        "val_tokens": tokens,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if ranks.device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.world,
+        "began": int(time.time()),
+        "source_sha256": program_sha256(),
+        "config_sha256": sha256(folder / "config.json"),
+        "data": source.facts,
     }
 
 
-# ---------------------------------------------------------------- the run
+def launch_name() -> str:
+    """Names this launch, the same after a restart by torchrun; empty under plain python."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name} of {os.getppid()} on {platform.node()}" if name else ""
 
 
-def open_source(config: Config, revision: str = "") -> data.Source:
-    """The documents of a run, from the hub as of `revision`; ValueError names a file or flag."""
-    return data.open_source(
-        config.data,
-        config.tokenizer,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        workers=config.workers,
-        seed=config.seed,
-        partition=config.partition,
-        val_documents=config.val_documents,
-        chat=config.chat,
-        init_from=config.init_from,
-        revision=revision,
-    )
+@contextmanager
+def owned(config: Config) -> Iterator[bool]:
+    """Own the run folder until the end; yields whether an earlier run is continued.
+
+    Whoever neither makes the folder nor holds its lock touches nothing in it. A run that ends
+    before its first log takes away what it wrote.
+    """
+    folder, resumes, new, locked = config.folder, config.resume, True, False
+    # torchrun repeats the command line: a restart continues the run of this launch, and no other.
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and launch_name():
+        with suppress(ValueError, KeyError, TypeError):
+            if read_json(folder / "config.json")["launch"] == launch_name():
+                resumes = bool(checkpoints(folder))
+                config = replace(config, overwrite=not resumes)
+    try:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            new = False
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # not every file system has locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+            except BlockingIOError:
+                raise ValueError(f"{folder}: another process is writing this run") from None
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}") from None
+    try:
+        if not (new or resumes):
+            unbegun = locked and {path.name for path in folder.iterdir()} <= {"config.json"}
+            if not (unbegun or config.overwrite):
+                raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
+            check_only_a_run(folder)
+        if new or not (resumes or config.overwrite):
+            write_json(folder / "config.json", config_file(config))
+        yield resumes
+    finally:
+        os.close(descriptor)
+        left = {path.name for path in folder.iterdir()}
+        if (new or locked) and left <= {"config.json", "env.json"}:
+            shutil.rmtree(folder)
+
+
+def config_file(config: Config) -> dict[str, Any]:
+    """What config.json holds."""
+    return {"config": asdict(config), "shape": asdict(config.shape), "launch": launch_name()}
+
+
+def check_only_a_run(folder: Path) -> None:
+    """Refuse to delete a folder that holds anything but a run; ValueError names what."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not WRITES.fullmatch(path.relative_to(folder).as_posix()):
+            words = "nothing that a run writes; nothing was deleted"
+            raise ValueError(f"--overwrite: {path} is {words}")
+
+
+def clear(folder: Path) -> None:
+    """Delete an earlier run, after `check_only_a_run`."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, the latest first."""
+    return sorted((folder / "checkpoint").glob("step-*[0-9]"), reverse=True)
+
+
+def tensor_file(config: Config, name: str, shard: int) -> str:
+    """File of one shard of `shared` or `worker-00`."""
+    sharded = f"-shard-{shard:02d}" if config.ranks_per_worker > 1 else ""
+    return f"{name}{sharded}.safetensors"
+
+
+def own_files(config: Config, ranks: diloco.Ranks) -> dict[str, int | None]:
+    """The files that this rank reads: name -> row of the hosted worker, None for the shared one."""
+    files: dict[str, int | None] = {tensor_file(config, "shared", ranks.shard): None}
+    for row, worker in enumerate(ranks.hosted):
+        files[tensor_file(config, f"worker-{worker:02d}", ranks.shard)] = row
+    return files
+
+
+def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> str:
+    """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval; returns its name.
+
+    Every rank writes its files; when all have, rank 0 writes the manifest and renames the folder,
+    so a checkpoint is whole or not there. The last two are kept. OSError on all ranks where one
+    could not write: the earlier checkpoints stay.
+    """
+    parent, files, problem = run.folder / "checkpoint", {}, ""
+    partial = parent / "partial"
+    with suppress(OSError):  # whatever is wrong shows at the first file
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    ranks.any(False)  # ALL RANKS: nobody writes before the folder is there
+    try:
+        for name, row in own_files(run.config, ranks).items():
+            if row is None and ranks.rank >= ranks.ranks_per_worker:
+                continue  # the first worker's ranks save what all share
+            state = workers.shared_state() if row is None else workers.worker_state(row)
+            host = {key: tensor.cpu().contiguous() for key, tensor in state.items()}
+            save_file(host, partial / name)
+            with open(partial / name, "rb") as file:
+                to_disk(file.fileno())
+            files[name] = sha256(partial / name)
+    except (OSError, SafetensorError) as error:
+        problem = f"{partial}: {getattr(error, 'strerror', None) or error}"
+    found = ranks.gather_objects((files, problem, max(workers.done)))
+    if problems := [problem for _, problem, _ in found if problem]:
+        kept = "".join(f"; {path.name} stays" for path in checkpoints(run.folder)[:1])
+        raise OSError(f"{problems[0]}: not saved{kept}")
+    target = parent / f"step-{run.state.step + max(done for _, _, done in found):08d}"
+    if ranks.rank == 0:
+        logs = {}
+        for name in LOGS:
+            with open(run.folder / f"{name}.jsonl", "rb") as file:
+                to_disk(file.fileno())
+                logs[name] = [os.fstat(file.fileno()).st_size, sha256(Path(file.name))]
+        manifest = {
+            "files": {name: digest for own, _, _ in found for name, digest in own.items()},
+            "logs": logs,  # bytes and checksum up to here
+            "unfinished": run.unfinished,
+        }
+        write_json(partial / "manifest.json", manifest)
+        before = parent / f"{target.name}-before"
+        shutil.rmtree(before, ignore_errors=True)
+        if target.exists():  # saved on request at the same step, maybe before its synchronisation
+            target.rename(before)
+        partial.rename(target)
+        for old in (before, *checkpoints(run.folder)[2:]):
+            shutil.rmtree(old, ignore_errors=True)
+    return target.name
+
+
+def read_manifest(path: Path, config: Config) -> dict[str, Any]:
+    """A checkpoint's manifest, checked against the run's config and logs; ValueError names a file.
+
+    Which files must be there follows from the run, not from the manifest.
+    """
+    folder, manifest = path.parent.parent, read_json(path / "manifest.json")
+    shards = range(config.ranks_per_worker)
+    names = ["shared", *(f"worker-{worker:02d}" for worker in range(config.workers))]
+    try:
+        for name in [tensor_file(config, name, shard) for name in names for shard in shards]:
+            if len(manifest["files"][name]) != 64:
+                raise ValueError(f"{path / 'manifest.json'}: damaged")
+        for name in LOGS:
+            size, digest = manifest["logs"][name]
+            log = folder / f"{name}.jsonl"
+            if log.stat().st_size < size or sha256(log, size) != digest:
+                raise ValueError(f"{log}: changed since {path.name}, which holds its checksum")
+        return dict(manifest)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / 'manifest.json'}: damaged ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from None
+
+
+def verified(path: Path, manifest: Mapping[str, Any]) -> Path:
+    """A file of a checkpoint whose checksum is right; ValueError names it."""
+    try:
+        if sha256(path) == manifest["files"].get(path.name):
+            return path
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    raise ValueError(f"{path}: checksum differs")
+
+
+def latest(folder: Path, problem: Callable[[Path], str], speaks: bool = True) -> Path:
+    """The latest checkpoint in which there is no problem; one that has is said and passed over.
+    ValueError: there is none.
+    """
+    for path in checkpoints(folder):
+        if not (why := problem(path)):
+            return path
+        if speaks:
+            print(f"DAMAGED CHECKPOINT {path} is passed over: {why}", file=sys.stderr)
+    raise ValueError(f"{folder}: no whole checkpoint; --overwrite starts again from the beginning")
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The latest checkpoint whose shared model is whole; ValueError: there is none."""
+    config = load_config(folder)
+
+    def problem(path: Path) -> str:
+        try:
+            manifest = read_manifest(path, config)
+            for shard in range(config.ranks_per_worker):
+                verified(path / tensor_file(config, "shared", shard), manifest)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return latest(folder, problem)
+
+
+def restore(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+    """Continue from the latest checkpoint that is whole on every rank; each checks what it reads.
+
+    The logs are cut back to it, and the state is what they say. Later checkpoints are put aside.
+    """
+    manifest: dict[str, Any] = {}
+
+    def problem(path: Path) -> str:
+        name = "manifest.json"
+        try:
+            manifest.update(read_manifest(path, run.config))
+            for name, row in own_files(run.config, ranks).items():
+                tensors = load_file(verified(path / name, manifest))
+                if row is None:
+                    workers.load_shared(tensors)
+                else:
+                    workers.load_worker(row, tensors)
+            why = ""
+        except (ValueError, SafetensorError, KeyError) as error:
+            why = str(error) if str(path) in str(error) else f"{path / name}: {error}"
+        # ALL RANKS: the same checkpoint.
+        return next(filter(None, ranks.gather_objects(why)), "")
+
+    path = latest(run.folder, problem, run.visible)
+    for name in LOGS if run.writes else ():
+        log, (size, _) = run.folder / f"{name}.jsonl", manifest["logs"][name]
+        if log.read_bytes()[-1:] not in (b"", b"\n"):
+            print(f"{log}: the torn last line is dropped", file=sys.stderr)
+        os.truncate(log, size)
+    ranks.share(None)  # ALL RANKS: nobody reads a log before it is cut
+    if run.writes:
+        shutil.rmtree(path.parent / "partial", ignore_errors=True)
+        for other in checkpoints(run.folder):
+            if other.name > path.name:
+                aside = path.parent / f"damaged-{other.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                other.rename(aside)
+    log = run.folder / "intervals.jsonl"
+    rules, rows, _ = autoloco.read_log(str(log))
+    run.rows, run.unfinished = [row for row in rows if "rules" not in row], manifest["unfinished"]
+    try:
+        run.state = autoloco.last_state(rules, rows)
+    except ValueError as error:
+        raise ValueError(f"{log}: {error}") from None
+
+
+# ---------------------------------------------------------------- building a run
 
 
 def shard_module(module: torch.nn.Module, ranks: diloco.Ranks, dtype: str) -> None:
-    """Shard a module's parameters over the ranks of this worker with FSDP2.
-
-    Args:
-        module: a block, or the model after its blocks; its parameters become DTensors, fp32.
-        ranks: the launch; S above 1.
-        dtype: of computation: with bf16 the parameters are gathered as bf16. Gradients are summed
-            in fp32.
+    """Shard a module's parameters over the ranks of this worker with FSDP2; they become DTensors,
+    fp32. With bf16 they are gathered as bf16; gradients are summed in fp32.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dtypes = (torch.bfloat16, torch.float32) if dtype == "bf16" else (None, None)
     # cast_forward_inputs would round the rotary tables to bf16.
     policy = MixedPrecisionPolicy(dtypes[0], dtypes[1], cast_forward_inputs=False)
-    sharded = fully_shard(module, mesh=ranks.mesh["shard"], mp_policy=policy)
+    mesh = DeviceMesh.from_group(ranks.shard_group, ranks.device.type)
+    sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
     # The loss is divided by the whole worker's targets, so the shards' gradients add up. gloo knows
     # no PREMUL_SUM, which the factor would become.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
-def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> diloco.Workers:
-    """Model, inner optimizer and workers of a run.
-
-    Args:
-        config: the run.
-        ranks: the launch.
-        source: its tokenizer's ids must fit into the model's vocabulary.
-    Returns:
-        Workers whose parameters are the same bits on every rank.
+def build_optimizer(
+    config: Config, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> list[torch.optim.Optimizer]:
+    """The inner optimizers; a parameter belongs to one of them. A group's `lr_ratio` multiplies the
+    learning rate that the schedule gives.
     """
-    size, weights = config.shape, None
-    if config.init_from and not config.resume:
-        weights = load_weights(Path(config.init_from))
-    data.check_vocabulary(source, size.vocab_size)
-    compiled = config.compile if config.compile is not None else ranks.device.type == "cuda"
-    with torch.device("meta"):
-        network = model.Transformer(size, config.activation_checkpointing)
-    for module in (*network.blocks, network):  # one after the other: the whole is never on one GPU
-        module.to_empty(device=ranks.device, recurse=False)
-        if compiled and module is not network:
-            module.compile()
-        if ranks.ranks_per_worker > 1:
-            shard_module(module, ranks, config.dtype)
-    if weights is None:
-        network.init_weights(config.seed)
-    else:
-        parameters = dict(network.named_parameters())
-        for name, value in weights:
-            model.assign(parameters[name], value)
-    named = list(network.named_parameters())
-    groups: list[dict[str, Any]] = [
+    named = list(named)
+    groups = [
         {
             "params": [p for name, p in named if model.decayed(name, p) == decays],
             "weight_decay": config.weight_decay if decays else 0.0,
@@ -1161,26 +1080,44 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
         for decays in (True, False)
     ]
     betas = (config.beta1, config.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    options: dict[str, Any] = dict(
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)]
+
+
+def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> diloco.Workers:
+    """Model, inner optimizers and workers of a run; parameters are the same bits on every rank."""
+    data.check_vocabulary(source, config.shape.vocab_size)
+    with torch.device("meta"):
+        network = model.Transformer(config.shape, config.activation_checkpointing)
+    for module in (*network.blocks, network):  # one after the other: the whole is never on one GPU
+        module.to_empty(device=ranks.device, recurse=False)
+        if config.compile and module is not network:
+            module.compile()
+        if ranks.ranks_per_worker > 1:
+            shard_module(module, ranks, config.dtype)
+    if config.init_from and not config.resume:
+        parameters = dict(network.named_parameters())
+        for name, value in load_weights(Path(config.init_from)):
+            if name not in parameters or value.shape != parameters[name].shape:
+                raise ValueError(f"--init-from {config.init_from}: {name} does not fit this model")
+            model.assign(parameters[name], value)
+    else:
+        network.init_weights(config.seed)
+    method = METHODS[config.method]
+    return method.workers(
+        network,
+        build_optimizer(config, network.named_parameters()),
+        ranks,
+        quant.CODECS[config.wire],
+        outer_lr=config.outer_lr,
+        outer_step=method.outer_step,
         clip=config.grad_clip,
         micro_batch=config.micro_batch,
         autocast=torch.bfloat16 if config.dtype == "bf16" else None,
     )
-    arguments = (network, optimizer, ranks)
-    codec = quant.CODECS[config.wire]
-    if config.method == "ddp":
-        return diloco.DataParallel(*arguments, codec, **options)
-    outer_lr = 1.0 if config.outer == "average" else config.outer_lr
-    return diloco.LocalUpdate(*arguments, codec, outer_lr=outer_lr, **options)
 
 
 def run_shape(folder: Path) -> ModelConfig:
-    """Model shape of a run folder or of a Hugging Face Llama folder.
-
-    Raises:
-        ValueError: naming the folder or file.
-    """
+    """Model shape of a run folder or of a Hugging Face Llama folder; ValueError names the file."""
     if not (folder / "intervals.jsonl").exists():
         return model.read_config(folder)
     try:
@@ -1190,27 +1127,14 @@ def run_shape(folder: Path) -> ModelConfig:
 
 
 def load_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a run folder or of a Hugging Face Llama folder.
-
-    Args:
-        folder: where they lie.
-    Returns:
-        (name, full tensor) one at a time: a rank that keeps a shard of an 8B model never holds the
-        whole.
-    Raises:
-        ValueError: naming the folder or file.
+    """Parameters of a run folder or of a Hugging Face Llama folder: (name, full tensor), one at a
+    time, so that a rank that keeps a shard of an 8B model never holds the whole.
     """
-    if (folder / "intervals.jsonl").exists():
-        return _shared_parameters(find_checkpoint(folder))
-    return model.read_weights(folder, model.read_config(folder), torch.float32)
-
-
-def _shared_parameters(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The synchronised model of a checkpoint, from FSDP2's cuts on dimension 0; some are empty."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        files = sorted(checkpoint.glob("shared*.safetensors"))
+    if not (folder / "intervals.jsonl").exists():
+        yield from model.read_weights(folder, model.read_config(folder), torch.float32)
+        return
+    with ExitStack() as stack:  # FSDP2 cuts dimension 0, and some cuts are empty
+        files = sorted(find_checkpoint(folder).glob("shared*.safetensors"))
         shards = [stack.enter_context(safe_open(file, "pt")) for file in files]
         for key in shards[0].keys():
             if key.startswith("shared."):
@@ -1218,401 +1142,318 @@ def _shared_parameters(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield key.removeprefix("shared."), torch.cat(parts)
 
 
-def interval_rows(
-    config: Config, planned: autoloco.Plan, statistics: diloco.Statistics
-) -> list[dict[str, Any]]:
-    """One metrics row a step: the loss is the token-weighted mean over all workers.
+def check_layout(config: Config, world: int) -> None:
+    """Refuse a number of ranks over which the workers cannot be spread."""
+    S = config.ranks_per_worker
+    if world % S:
+        raise ValueError(f"--ranks-per-worker {S}: does not divide {world} ranks")
+    if config.workers % (world // S):
+        raise ValueError(f"--workers {config.workers}: not divisible by {world // S} ranks")
+    if S > 1 and config.workers != world // S:
+        raise ValueError("--ranks-per-worker above 1: one worker per group of ranks only")
+    if config.init_from and Path(config.init_from).resolve() == config.folder.resolve():
+        raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
 
-    Args:
-        config: the run.
-        planned: the interval.
-        statistics: with the records of all workers.
-    Returns:
-        Rows with `step loss tokens lr grad_norm`.
+
+def extend(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+    """Go on with a run for more --steps than it was started with: a row of the log replaces its
+    rules, so that a replay knows. The learning rate jumps to the longer schedule's.
     """
-    rows = []
-    sums = statistics.records.sum(0)
-    lrs = statistics.records[0, :, 4].tolist()
-    for offset, (loss, targets, tokens, norm, _) in enumerate(sums.tolist()):
-        rows.append(
-            {
-                "step": planned.step + offset + 1,
-                "loss": loss / targets if targets else math.nan,
-                "tokens": int(tokens),
-                "lr": lrs[offset],
-                "grad_norm": norm / config.workers,
-            }
-        )
-    return rows
-
-
-def train(
-    config: Config,
-    ranks: diloco.Ranks,
-    workers: diloco.Workers,
-    source: data.Source,
-    progress: Progress,
-    log: Log,
-    stopping: StopFlag,
-    show: Any,
-) -> None:
-    """The algorithm box: plan, local phase, synchronise, decide (B.5).
-
-    Args:
-        config: the run.
-        ranks: the launch.
-        workers: the hosted workers.
-        source: gives batch(worker, step).
-        progress: updated in place.
-        log: the run's files.
-        stopping: SIGTERM or SIGINT came.
-        show: called with each progress line's values.
-    Raises:
-        Stop: after a signal, at a step's end.
-    """
-    rules = config.rules
-    everyone = ranks.gather(torch.tensor([workers.wire.payload_bytes]))
-    payload = int(everyone[: ranks.ranks_per_worker].sum())
-    while progress.state.step < rules.steps:
-        began, before = time.perf_counter(), ranks.bytes_sent - progress.unlogged_bytes
-        planned = autoloco.plan(rules, progress.state)
-        if not any(workers.done):
-            workers.begin(planned.steps)
-        try:
-            for step in range(planned.step, planned.step + planned.steps):
-                ranks.meet(f"step-{step} of {workers.party}", stopping, workers.party)
-                workers.set_lr(autoloco.inner_lr(rules, step))
-                for row, worker in enumerate(ranks.hosted):
-                    if workers.done[row] <= step - planned.step:  # ahead only after a resume
-                        batch = source.batch(worker, step)
-                        with ranks.naming_lost_shards():
-                            workers.step(row, batch)
-                show(step + 1, planned, progress)
-            ranks.meet(f"interval-{planned.interval}", stopping, ranks.everyone)
-        except diloco.Stop:
-            progress.unlogged_bytes = ranks.bytes_sent - before
-            progress.seconds += time.perf_counter() - began
-            raise
-
-        middle = time.perf_counter()
-        statistics = workers.synchronise(planned)
-        workers.begin(0)
-        observation = autoloco.Observation(
-            statistics.drift,
-            statistics.coherence,
-            math.fsum(statistics.records[0, :, 4].tolist()),  # the rates that were really used
-            int(statistics.records[..., 2].sum()),
-        )
-        progress.state, decision = autoloco.complete(rules, progress.state, planned, observation)
-        # ALL RANKS: same weights and same decision here, or the next collective hangs.
-        bits = diloco.checksum(workers.shared)
-        verdict = zlib.crc32(repr((progress.state, decision)).encode())
-        diloco.agree(ranks, {"shared parameters": bits, "decision": verdict})
-        ended, sent = time.perf_counter(), ranks.bytes_sent - before
-        progress.unlogged_bytes = 0
-
-        times = planned.steps if config.method == "ddp" else 1
-        progress.intervals.append(planned.steps)
-        progress.payload_bytes += payload * times
-        progress.sent_bytes += sent
-        progress.seconds += ended - began
-        progress.bad = progress.bad + 1 if statistics.excluded else 0
-        rows = interval_rows(config, planned, statistics)
-        progress.loss = sum(row["loss"] for row in rows) / len(rows)
-        last = progress.state.step == rules.steps
-        if config.eval_every and planned.interval % config.eval_every == 0 and not last:
-            rows[-1] |= validate(workers.model, source, ranks, config.dtype)
-        log.append("metrics", rows)
-        entry = autoloco.record(planned, observation, progress.state.mapper, decision) | {
-            "update_norm": statistics.update_norm,
-            "payload_bytes": payload * times,
-            "sent_bytes": sent,
-            "checksum": f"{bits % 2**64:016x}",
-            "excluded": list(statistics.excluded),
-            "local_seconds": middle - began,
-            "sync_seconds": ended - middle,
-        }
-        log.append("intervals", [entry])
-        if progress.bad >= config.max_bad_intervals:
-            raise diloco.Failure(
-                f"--max-bad-intervals: {progress.bad} in a row with a non-finite worker, the last "
-                f"with {list(statistics.excluded)}; the checkpoint before them is kept"
-            )
-        # Two are kept, and those before a run of bad intervals must stay among them.
-        if last or (planned.interval % config.checkpoint_every == 0 and not progress.bad):
-            label = f"{progress.state.step:08d}"
-            save_checkpoint(config, ranks, workers, progress, log, stopping, label)
-
-
-def finish(
-    config: Config, progress: Progress, measured: dict[str, float], folder: Path
-) -> dict[str, Any]:
-    """Write summary.json and print the final table.
-
-    Args:
-        config: the run.
-        progress: at its end.
-        measured: validation.
-        folder: the run folder.
-    Returns:
-        The summary.
-    """
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    tail = losses[-max(1, len(losses) // 50) :]
-    known = [loss for loss in tail if loss is not None]
-    summary = totals(config, progress.intervals, progress.payload_bytes) | {
-        "sent_bytes": progress.sent_bytes,  # by rank 0
-        "train_loss": sum(known) / len(known) if known else math.nan,  # of the last 2 % of steps
-        "val_loss": measured["val_loss"],
-        "bits_per_byte": measured["bits_per_byte"],
-        "seconds": round(progress.seconds, 1),
-    }
-    write_json(folder / "summary.json", finite(summary))
-    executed = diloco.format_runs(summary["intervals"])
-    base = RECIPES[config.recipe].get("base_horizon", Config.base_horizon)
-    print(f"\n{'':18}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'saved':>9}")
-    print(
-        f"{config.method:18}{summary['train_loss']:8.4f}{summary['val_loss']:10.4f}"
-        f"{summary['synchronisations']:8}{progress.payload_bytes / 1e6:9.1f} MB"
-        f"{100 * summary['saved']:7.1f} %"
-    )
-    print(
-        f"{'DiLoCo schedule':18}{'-':>8}{'-':>10}{math.ceil(config.steps / base):8}"
-        f"{diloco_payload(config) / 1e6:9.1f} MB{'0.0 %':>9}"
-    )
-    print(
-        f"{progress.seconds:.1f} s, {summary['bits_per_byte']:.4f} bits per byte, "
-        f"rank 0 sent {progress.sent_bytes / 1e6:.1f} MB; {executed}"
-    )
-    print(f"wrote {folder}")
-    return summary
-
-
-class Display:
-    """Progress on stderr: a bar on a terminal, else a line now and then.
-
-    Args:
-        config: the run.
-        start: first step.
-        visible: only local rank 0 shows.
-    """
-
-    def __init__(self, config: Config, start: int, visible: bool) -> None:
-        from tqdm import tqdm
-
-        self.total, self.start, self.visible = config.steps, start, visible
-        self.began = self.last = time.monotonic()
-        self.bar: Any = None
-        if visible and sys.stderr.isatty():
-            self.bar = tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True)
-
-    def __call__(self, step: int, planned: autoloco.Plan, progress: Progress) -> None:
-        """Show step, loss of the last interval, horizon, interval and time to go."""
-        loss = f"loss {progress.loss:.3f}" if math.isfinite(progress.loss) else "loss -"
-        words = f"{loss}, horizon {planned.horizon}, interval {planned.interval}"
-        now = time.monotonic()
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix_str(words, refresh=False)
-        elif self.visible and (step == self.start + 1 or now - self.last > 5 or step == self.total):
-            self.last = now
-            left = (now - self.began) / (step - self.start) * (self.total - step)
-            print(f"step {step}/{self.total}: {words}, {left:.0f} s to go", file=sys.stderr)
-
-    def close(self) -> None:
-        """Leave the terminal clean."""
-        if self.bar is not None:
-            self.bar.close()
-
-
-@contextmanager
-def spread_over_cores(
-    config: Config, argv: list[str]
-) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """Without torchrun, on a CPU: put the workers on as many processes as there are cores.
-
-    The layout changes no bit of the result, and at small matrices two processes of one thread are
-    faster than one of two. A given OMP_NUM_THREADS keeps everything in this process.
-
-    Args:
-        config: the run.
-        argv: arguments, which the other processes get too.
-    Yields:
-        The other processes; this one has become rank 0.
-    """
-    cores = len(os.sched_getaffinity(0))
-    most = min(cores, config.workers)
-    ranks = max(n for n in range(1, most + 1) if config.workers % n == 0)
-    if {"RANK", "OMP_NUM_THREADS"} & set(os.environ) or torch.cuda.is_available() or ranks == 1:
-        yield ()
+    rules, before, at = run.config.rules, load_config(run.folder), run.state.step
+    if rules.steps == before.steps:
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
-    command = [sys.executable, __file__, *argv]
-    others = [
-        subprocess.Popen(command, env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(1, ranks)
-    ]
-    try:
-        yield others
-    except BaseException:
-        for process in others:
-            process.kill()
-        raise
-    finally:
-        for process in others:
-            process.wait()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]  # another run in this process starts anew
+    executed = tuple(row["steps"] for row in run.rows)
+    if rules.sequence is not None and rules.sequence[: len(executed)] != executed:
+        raise ValueError(f"--steps {rules.steps}: its schedule does not begin as the run did")
+    if run.writes:
+        rates = [autoloco.inner_lr(one, at) for one in (before.rules, rules)]
+        print(
+            f"extended from {before.steps} to {rules.steps} steps: at step {at} the learning rate"
+        )
+        print(f"becomes {rates[1]:.3g} (it was {rates[0]:.3g}), as if planned so from the start")
+        run.append("intervals", [{"rules": asdict(rules)}])
+        facts = read_facts(run.folder)
+        write_json(run.folder / "config.json", config_file(run.config))
+        facts["config_sha256"] = sha256(run.folder / "config.json")
+        write_json(run.folder / "env.json", facts)
+    save_checkpoint(run, ranks, workers)  # the one before belongs to the shorter run
+
+
+def check_data(config: Config, source: data.Source, facts: Mapping[str, Any]) -> None:
+    """Refuse other documents than those that a run was started with; ValueError names the fact."""
+    for name, value in source.facts.items():
+        if name in facts and facts[name] != value:
+            raise ValueError(
+                f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from the "
+                f"run's start, has {facts[name]} (without that entry the change is accepted)"
+            )
+
+
+def execute(config: Config) -> int:
+    """One rank of a run, from its folder to the final table."""
+    rank, world, local, _ = diloco.launched_ranks()
+    check_layout(config, world)
+    with ExitStack() as held:
+        resumes = held.enter_context(owned(config)) if rank == 0 else config.resume
+        facts = read_facts(config.folder)["data"] if resumes else {}
+        source = data.open_source(config, facts.get("revision", ""))
+        check_data(config, source, facts)
+        same = {flag(name): value for name, value in asdict(config).items()}
+        for name in RESUME_MAY_CHANGE:
+            del same[flag(name)]
+        first = source.batch(0, 0)  # damaged data is found before an earlier run is deleted
+        same |= {"program": program_sha256()[:16], "facts of --data": source.facts}
+        same |= {"first documents": first.ids, "their tokens": int(first.inputs.sum())}
+        ranks, words = diloco.connect(
+            config.workers, config.ranks_per_worker, config.timeout_minutes, same
+        )
+        resumes = ranks.share(resumes)
+        run = Run(config, rank, local)
+        held.callback(lambda: run.bar.close())
+        held.enter_context(stopping_on_signals(ranks))
+        workers = build_workers(config, ranks, source)
+        if resumes:
+            restore(run, ranks, workers)
+            extend(run, ranks, workers)
+        else:
+            begin(run, ranks, source)
+        if rank == 0 and config.wandb:
+            run.follow()
+        if local == 0:
+            say_what_runs(run, workers, source, words, bool(resumes))
+        if not train(run, ranks, workers, source):
+            if rank == 0:
+                print(f"saved; continue with --resume --name {config.run_name}")
+        else:
+            measured = validate(workers.model, source, ranks, config.dtype)
+            if rank == 0:
+                finish(run, measured)
+        ranks.leave()  # not after a failure: a library's clean-up may wait for a lost peer
+    return 0
+
+
+def begin(run: Run, ranks: diloco.Ranks, source: data.Source) -> None:
+    """Write a new run's first files, in place of an earlier run's; all ranks must see them."""
+    config = run.config
+    if run.writes:
+        clear(run.folder)
+        write_json(run.folder / "config.json", config_file(config))
+        write_json(run.folder / "env.json", environment(run.folder, ranks, source))
+        run.append("metrics", [])
+        about = {name: getattr(config, name) for name in ("recipe", "method", "workers", "wire")}
+        run.append("intervals", [autoloco.header(config.rules, **about)])
+    ranks.share(None)  # ALL RANKS: nobody looks before rank 0 has written
+    if ranks.any(not (run.folder / "env.json").exists()):
+        raise diloco.Disagreement(f"{run.folder}: not every rank sees the folder of rank 0")
+
+
+def say_what_runs(
+    run: Run, workers: diloco.Workers, source: data.Source, words: str, resumes: bool
+) -> None:
+    """Print once what was decided for the user."""
+    config, count = run.config, sum(p.numel() for p in workers.parameters)
+    print(f"{config.run_name}: {config.method}, {config.workers} workers, {count:,} parameters")
+    print(f"machine: {words}, {config.dtype}, wire {config.wire}")
+    shown = ("data", "documents", "shards", "validation_documents", "tokenizer")
+    print(", ".join(f"{name} {source.facts[name]}" for name in shown if name in source.facts))
+    for note in source.notes:
+        print(note)
+    if resumes:
+        print(f"resuming at step {run.state.step + max(workers.done)}")
+        if read_facts(run.folder).get("source_sha256") != program_sha256():
+            print("the program is another one than this run began with (env.json has its hash)")
+    if config.dtype == "bf16" and workers.ranks.device.type == "cpu":
+        print("--dtype bf16: a CPU without bf16 units takes several times as long as with fp32")
 
 
 @contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Own a run folder; it goes again if nothing was written into it.
+def stopping_on_signals(ranks: diloco.Ranks) -> Iterator[None]:
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1, as often as they come, save the run and end it."""
 
-    Raises:
-        ValueError: it is no folder, or another process owns it.
-    """
+    def stop(*_: Any) -> None:
+        ranks.stopping = True
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ValueError(f"{folder}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another process is writing this run") from None
         yield
     finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            folder.rmdir()
-            folder.parent.rmdir()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def run(config: Config, given: Mapping[str, Any], argv: list[str]) -> int:
-    """Execute a checked config from the run folder to the final table.
-
-    Args:
-        config: the run.
-        given: what the user set, for config.json.
-        argv: arguments, for the processes that this one starts.
-    Returns:
-        Exit code 0.
-    Raises:
-        ValueError: the user's mistake.
-    """
-    rank, world, local, _ = diloco.launched_ranks()
-    folder, chief = config.folder, rank == 0
-    if world % config.ranks_per_worker:
-        raise ValueError(
-            f"--ranks-per-worker {config.ranks_per_worker}: does not divide {world} ranks"
-        )
-    if config.workers % (world // config.ranks_per_worker):
-        raise ValueError(
-            f"--workers {config.workers}: not divisible by {world // config.ranks_per_worker} ranks"
-        )
-    if config.ranks_per_worker > 1 and config.workers != world // config.ranks_per_worker:
-        raise ValueError("--ranks-per-worker above 1: one worker per group of ranks only")
-    # torchrun repeats the command line: a restart continues the run of this launch, and no other.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    restarted &= (folder / "env.json").exists() and read_facts(folder).get("launch") == launch()
-    resume = config.resume or (restarted and any((folder / "checkpoint").glob("step-*")))
-    if config.init_from and Path(config.init_from).resolve() == folder.resolve():
-        raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
-    log, checkpoint, facts = Log(folder, chief), None, read_facts(folder)["data"] if resume else {}
-    with ExitStack() as held:
-        if chief:
-            held.enter_context(owned(folder))
-            if not (resume or restarted or config.overwrite):
-                if any(path.suffix != ".tmp" for path in folder.iterdir()):
-                    words = "already holds a run: give --resume, --overwrite or --name"
-                    raise ValueError(f"{folder} {words}")
-            if resume:
-                checkpoint = find_checkpoint(folder)
-                check_checkpoint(config, checkpoint, log)
-        source = open_source(config, facts.get("revision", ""))
-        if chief and resume:
-            check_data(config, source, facts)
-        others = held.enter_context(spread_over_cores(config, argv))
-        return execute(config, given, source, checkpoint, log, others)
-
-
-def execute(
-    config: Config,
-    given: Mapping[str, Any],
-    source: data.Source,
-    checkpoint: Path | None,
-    log: Log,
-    others: Sequence[subprocess.Popen[bytes]],
-) -> int:
-    """Join the other ranks, train, validate, summarise.
-
-    Args:
-        config: the run.
-        given: what the user set, for config.json.
-        source: the documents.
-        checkpoint: what rank 0 resumes from; None starts anew.
-        log: the run's files.
-        others: ranks that this process started.
-    Returns:
-        Exit code 0.
-    """
-    rank, _, local, _ = diloco.launched_ranks()
-    folder, chief = config.folder, rank == 0
-    ranks, words = diloco.connect(
-        config.workers, config.ranks_per_worker, config.timeout_minutes, partial(ended, others)
+def finish(run: Run, measured: Mapping[str, float]) -> None:
+    """Write summary.json and print the final table."""
+    config, summary = run.config, run.summary(measured)
+    write_json(run.folder / "summary.json", finite(summary))
+    print(f"\n{'':18}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'saved':>15}")
+    print(
+        f"{config.method:18}{summary['train_loss']:8.4f}{summary['val_loss']:10.4f}"
+        f"{summary['synchronisations']:8}{summary['payload_bytes'] / 1e6:9.1f} MB"
+        f"{saved_words(summary['saved']):>15}"
     )
-    stopping = StopFlag(others)
-    workers = build_workers(config, ranks, source)
-    progress = Progress(autoloco.start(config.rules), [])
-    if chief and not checkpoint:
-        for worker in ranks.hosted:  # damaged data is found before an earlier run is deleted
-            source.batch(worker, 0)
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_json(folder / "env.json", environment(ranks, source))
-        changed = {name: value for name, value in asdict(config).items() if name in given}
-        held = {"config": asdict(config), "given": changed, "shape": asdict(config.shape)}
-        write_json(folder / "config.json", held)
-    if chief and checkpoint:
-        tidy_checkpoints(checkpoint)
-    name = ranks.share(str(checkpoint or ""))
-    if name:
-        progress = restore(Path(name), ranks, workers)
-        log.cut(progress.state)
-    else:
-        log.append("metrics", [])
-        about = {name: getattr(config, name) for name in ("recipe", "method", "workers", "wire")}
-        log.append("intervals", [autoloco.header(config.rules, **about)])
-    if local == 0:
-        count = sum(p.numel() for p in workers.parameters)
-        print(f"{config.run_name}: {config.method}, {config.workers} workers, {count:,} parameters")
-        print(f"machine: {words}, {config.dtype}, wire {config.wire}")
-        facts, shown = source.describe(), ("data", "documents", "validation_documents", "tokenizer")
-        print(", ".join(f"{name} {facts[name]}" for name in shown if name in facts))
-        if name:
-            print(f"resuming at step {progress.state.step + max(workers.done)}")
-    display = Display(config, progress.state.step, local == 0)
+    count = math.ceil(config.steps / config.base_horizon)
+    print(f"{'DiLoCo schedule':18}{'-':>8}{'-':>10}{count:8}{diloco_payload(config) / 1e6:9.1f} MB")
+    print(
+        f"{summary['seconds']:.1f} s, {summary['bits_per_byte']:.4f} bits per byte, "
+        f"rank 0 sent {summary['sent_bytes'] / 1e6:.1f} MB; "
+        f"{diloco.format_runs(summary['intervals'])}"
+    )
+    print(f"wrote {run.folder}")
+
+
+# ---------------------------------------------------------------- command line
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError instead of leaving."""
+
+    def error(self, message: str) -> Any:
+        """Turn argparse's complaint into one line."""
+        raise ValueError(message)
+
+
+def flags_parser() -> Parser:
+    """Flags from the fields of Config."""
+    parser = Parser(
+        prog="train.py",
+        description="Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group: Any = parser
+    for one in fields(Config):
+        about, kind = one.metadata, str(one.type).split(" ")[0]
+        if "group" in about:
+            group = parser.add_argument_group(about["group"])
+        choices = RECIPES if one.name == "recipe" else about.get("choices", ())
+        words = about["help"] + (f": {', '.join(choices)}" if choices else "")
+        shown = "" if one.default in ("", None) else f" [{one.default}]"
+        options: dict[str, Any] = {"help": (words + shown).replace("%", "%%")}
+        if kind == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = {"int": int, "float": float, "str": str}[kind]
+            options["metavar"] = kind.upper()
+        group.add_argument(flag(one.name), **options)
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
+    """Command line -> checked Config, and what the user gave; with --resume the run's own config is
+    the base. ValueError is one line naming the flag or the file.
+    """
+    parser = flags_parser()
     try:
-        train(config, ranks, workers, source, progress, log, stopping, display)
-    except diloco.Stop:
-        display.close()
-        where = save_checkpoint(config, ranks, workers, progress, log, stopping, "stop")
-        if chief:
-            print(f"saved {where}; continue with --resume --name {config.run_name}")
-        return 0
-    display.close()
-    stopping.release()
-    measured = validate(workers.model, source, ranks, config.dtype)
-    if chief:
-        finish(config, progress, measured, folder)
-    return 0
+        parsed, rest = parser.parse_known_args(argv)
+    except (TypeError, OverflowError) as error:  # such as --steps=--
+        raise ValueError(f"{' '.join(argv)}: {error}") from None
+    if rest:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(rest[0].split("=")[0], flags, 1)
+        raise ValueError(
+            f"{rest[0]}: no such flag" + (f", did you mean {near[0]}?" if near else "")
+        )
+    given = vars(parsed)
+    if given.get("resume"):
+        return resumed(given), given
+    if given.get("init_from") and "tokenizer" not in given:
+        source = Path(given["init_from"])
+        if (source / "intervals.jsonl").exists():
+            given["tokenizer"] = load_config(source).tokenizer
+        elif data.has_tokenizer(source):
+            given["tokenizer"] = str(source)
+    recipe = RECIPES.get(given.get("recipe", "tiny"), {})
+    method = METHODS.get(given.get("method", "autoloco"), Method())
+    config = Config(**{**recipe, **method.defaults, **given})
+    if config.seq_len > (positions := config.shape.max_seq_len):
+        raise ValueError(f"--seq-len {config.seq_len}: the model has {positions} positions")
+    return config, given
+
+
+def resumed(given: Mapping[str, Any]) -> Config:
+    """The config of the run to be continued, with what a resume may change."""
+    if given.get("overwrite"):
+        raise ValueError("--resume and --overwrite exclude each other")
+    named = {name: given[name] for name in ("recipe", "method", "name", "seed") if name in given}
+    folder = Config(**named).folder
+    config = replace(load_config(folder), name=folder.name, resume=True)
+    for name, value in given.items():
+        started = getattr(config, name)
+        longer = name == "steps" and value > started  # see `extend`
+        if name not in RESUME_MAY_CHANGE and started != value and not longer:
+            raise ValueError(f"{flag(name)} {value}: {folder} was started with {started}")
+    return replace(config, **{**given, "name": folder.name})
+
+
+def without_effect(config: Config, given: Iterable[str]) -> list[str]:
+    """Warnings for settings that the user gave and that change nothing, and for one not given."""
+    lines = [
+        f"{flag(one.name)} has no effect: it needs {one.metadata['needs']}"
+        for one in fields(Config)
+        if one.name in given and "needs" in one.metadata
+        if not NEEDS[one.metadata["needs"]](config)
+    ]
+    if config.data in ("doctests", "ultrachat") and not (
+        config.init_from or config.resume or config.dry_run
+    ):
+        lines.append("no --init-from: fine-tuning starts from random weights")
+    return lines
+
+
+def spread(argv: list[str], count: int) -> int:
+    """Without torchrun, on a CPU: the workers on `count` processes, which meet in a file.
+
+    The layout changes no bit of the result, and at small matrices two processes of one thread are
+    faster than one of two. A signal goes to all of them; if one dies, the others end.
+    """
+    from torch.multiprocessing import ProcessExitedException, start_processes
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    method, asked = "fork" if sys.platform == "linux" else "spawn", []
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"file://{folder}/meeting"
+        context: Any = start_processes(
+            one_rank, (argv, count, place), count, join=False, start_method=method
+        )
+
+        def forward(number: int, _: Any) -> None:
+            asked.append(number)
+            for process in context.processes:
+                process.terminate()
+
+        before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while not context.join(grace_period=1.0):
+                pass
+            return 0
+        except ProcessExitedException as error:
+            if error.exit_code > 0:
+                return int(error.exit_code)  # the rank has said why
+            killed = f"rank {error.error_index} was ended by {error.signal_name}, so all ranks end"
+            complain("stopped before training began" if asked else killed)
+            return 1
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def one_rank(index: int, argv: list[str], count: int, place: str) -> None:
+    """A process that `spread` started."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    ranks = {"RANK": index, "WORLD_SIZE": count, "LOCAL_RANK": index, "LOCAL_WORLD_SIZE": count}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ["AUTOLOCO_RENDEZVOUS"] = place
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    leave(main(argv))
+
+
+def leave(code: int) -> None:
+    """End this process, without the clean-up of libraries, which may wait for a lost peer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def complain(what: object) -> None:
@@ -1621,47 +1462,52 @@ def complain(what: object) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Parse, check, run; see the module's exit codes.
-
-    Args:
-        argv: arguments without the program's name.
-    Returns:
-        The exit code.
-    """
-    rank, world, local, _ = diloco.launched_ranks()
-    speaks = local == 0  # for all, as long as all know the same
+    """Parse, check, run; see the module's exit codes."""
+    rank, local = 0, 0
     try:
+        rank, world, local, _ = diloco.launched_ranks()
         config, given = parse(argv)
-        if speaks:
-            for warning in without_effect(config, given):
-                print(f"warning: {warning}", file=sys.stderr)
+        for warning in without_effect(config, given) if local == 0 else ():
+            print(f"warning: {warning}", file=sys.stderr)
         if config.dry_run:
-            if speaks:
-                result = dry_run(config)
-                if config.json:
-                    print(json.dumps(result))
+            result = dry_run(config) if rank == 0 else {}
+            if config.json and rank == 0:
+                print(json.dumps(result))
             return 0
-        return run(config, given, argv)
+        alone = "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available()
+        if world == 1 and not alone and config.ranks_per_worker == 1 and "RANK" not in os.environ:
+            most = min(diloco.cores(), config.workers)
+            count = max(n for n in range(1, most + 1) if config.workers % n == 0)
+            if count > 1:
+                return spread(argv, count)
+        return execute(config)
     except ValueError as error:
-        if speaks or diloco.connected():
-            complain(error)
+        if local and not torch.distributed.is_initialized():
+            time.sleep(2)  # a mistake of all ranks ends this one before it repeats the line
+        if local == 0 or not isinstance(error, diloco.Disagreement):
+            complain(error if rank == 0 else f"rank {rank}: {error}")
         return 2
-    except (diloco.Failure, OSError) as error:
-        if speaks or type(error) is not diloco.Failure:
-            complain(f"rank {rank}: {error}" if world > 1 else error)
+    except diloco.Failure as error:
+        if local == 0:
+            complain(error)
         return 1
-    except torch.distributed.DistError as error:
-        why = str(error).splitlines()[0]
-        lost = "lost rank 0 or torchrun, which holds the store: gone, or beyond --timeout-minutes"
-        complain(f"rank {rank}: {lost} ({why})")
+    except (OSError, MemoryError) as error:
+        complain(f"rank {rank}: {error or 'out of memory'}")
         return 1
-    except KeyboardInterrupt:
-        if speaks:
-            complain("interrupted; what is saved stays, and --resume continues it")
+    except RuntimeError as error:
+        words = str(error).strip().splitlines()[0]
+        if diloco.lost(error):
+            complain(
+                f"rank {rank}: another rank is gone, or slower than --timeout-minutes ({words})"
+            )
+        elif isinstance(error, torch.OutOfMemoryError):
+            complain(f"rank {rank}: {words} (--micro-batch, --activation-checkpointing)")
+        elif type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            complain(f"torch.compile failed ({words}); --no-compile trains without it")
+        else:
+            raise
         return 1
-    finally:
-        diloco.disconnect()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -249,9 +249,15 @@ def momentum_retention(base: float, ratio: float) -> float:
 def step_scale(momentum: float, base: float, ratio: float, most: float) -> float:
     """Bounded scale of the outer step.
 
-    kappa_t = min(kappa_max, (1 - mu_t) / (1 - mu_0))                               B.4, A14
+        kappa_t = min(kappa_max, rho_t (1 - mu_t) / (1 - mu_0))                         B.4, A14
+
+    At a constant input, momentum mu lets the parameters move 1 / (1 - mu) times as far: with kappa
+    a normalised interval of rho base intervals moves them as far as those together.
+
+    >>> [round(step_scale(0.7**rho, 0.7, rho, 2.0), 6) for rho in (1.0, 1.2, 1.5)]
+    [1.0, 1.39278, 2.0]
     """
-    return min(most, (1.0 - momentum) / (1.0 - base))
+    return min(most, ratio * (1.0 - momentum) / (1.0 - base))
 
 
 # ---------------------------------------------------------------- interval controller (3.1, A.1-3)

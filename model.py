@@ -101,6 +101,7 @@ SIZES = {
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # or training could not use what an evaluation made
 def rotary_tables(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the positions 0 to length - 1, each (length, 1, D) fp32.
 

@@ -725,8 +725,8 @@ def load_config(folder: Path) -> Config:
     path = folder / "config.json"
     try:
         saved = read_json(path)["config"]
-        facts = folder / "env.json"
-        if facts.exists() and read_facts(folder).get("config_sha256") != sha256(path):
+        facts = read_facts(folder) if (folder / "env.json").exists() else {}
+        if facts.get("config_sha256", digest := sha256(path)) != digest:
             raise ValueError("changed since the run began; env.json has its checksum")
         if strange := set(saved) - {one.name for one in fields(Config)}:
             raise ValueError(f"unknown {min(strange)}, of another version of this program")
@@ -836,10 +836,10 @@ def owned(config: Config) -> Iterator[bool]:
             write_json(folder / "config.json", config_file(config))
         yield resumes
     finally:
-        os.close(descriptor)
         left = {path.name for path in folder.iterdir()}
         if (new or locked) and left <= {"config.json", "env.json"}:
             shutil.rmtree(folder)
+        os.close(descriptor)
 
 
 def config_file(config: Config) -> dict[str, Any]:
@@ -1344,17 +1344,17 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     the base. ValueError is one line naming the flag or the file.
     """
     parser = flags_parser()
-    try:
-        parsed, rest = parser.parse_known_args(argv)
-    except (TypeError, OverflowError) as error:  # such as --steps=--
-        raise ValueError(f"{' '.join(argv)}: {error}") from None
+    parsed, rest = parser.parse_known_args(argv)
     if rest:
         flags = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(rest[0].split("=")[0], flags, 1)
         raise ValueError(
-            f"{rest[0]}: no such flag" + (f", did you mean {near[0]}?" if near else "")
+            f"{rest[0]}: no such flag" + f", did you mean {''.join(near)}?" * len(near)
         )
     given = vars(parsed)
+    for name, value in given.items():
+        if isinstance(value, list):  # what argparse makes of --steps=--
+            raise ValueError(f"{flag(name)}: no value")
     if given.get("resume"):
         return resumed(given), given
     if given.get("init_from") and "tokenizer" not in given:
@@ -1412,30 +1412,26 @@ def spread(argv: list[str], count: int) -> int:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     method, asked = "fork" if sys.platform == "linux" else "spawn", []
     with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{folder}/meeting"
-        context: Any = start_processes(
-            one_rank, (argv, count, place), count, join=False, start_method=method
-        )
+        arguments = (argv, count, f"file://{folder}/meeting")
+        context: Any = start_processes(one_rank, arguments, count, False, start_method=method)
 
         def forward(number: int, _: Any) -> None:
             asked.append(number)
             for process in context.processes:
                 process.terminate()
 
-        before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, forward)
         try:
             while not context.join(grace_period=1.0):
                 pass
-            return 0
         except ProcessExitedException as error:
             if error.exit_code > 0:
                 return int(error.exit_code)  # the rank has said why
             killed = f"rank {error.error_index} was ended by {error.signal_name}, so all ranks end"
             complain("stopped before training began" if asked else killed)
             return 1
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    return 0
 
 
 def one_rank(index: int, argv: list[str], count: int, place: str) -> None:
@@ -1487,25 +1483,18 @@ def main(argv: list[str]) -> int:
         if local == 0 or not isinstance(error, diloco.Disagreement):
             complain(error if rank == 0 else f"rank {rank}: {error}")
         return 2
-    except diloco.Failure as error:
-        if local == 0:
-            complain(error)
-        return 1
-    except (OSError, MemoryError) as error:
-        complain(f"rank {rank}: {error or 'out of memory'}")
-        return 1
-    except RuntimeError as error:
-        words = str(error).strip().splitlines()[0]
+    except (RuntimeError, OSError, MemoryError) as error:
+        words = next(iter(str(error).strip().splitlines()), "out of memory")
         if diloco.lost(error):
-            complain(
-                f"rank {rank}: another rank is gone, or slower than --timeout-minutes ({words})"
-            )
+            words = f"another rank is gone, or slower than --timeout-minutes ({words})"
         elif isinstance(error, torch.OutOfMemoryError):
-            complain(f"rank {rank}: {words} (--micro-batch, --activation-checkpointing)")
+            words += " (--micro-batch, --activation-checkpointing)"
         elif type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
-            complain(f"torch.compile failed ({words}); --no-compile trains without it")
-        else:
+            words = f"torch.compile failed ({words}); --no-compile trains without it"
+        elif not isinstance(error, diloco.Failure | OSError | MemoryError):
             raise
+        if local == 0 or not isinstance(error, diloco.Failure):  # of which all ranks know
+            complain(f"rank {rank}: {words}")
         return 1
 
 

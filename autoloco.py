@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,38 +81,35 @@ class Rules:
     controller: str = "autoloco"  # key of CONTROLLERS
 
     def __post_init__(self) -> None:
+        base, q = self.base_horizon, self.granularity
         for name, fits, allowed in (
             ("steps", 1 <= self.steps <= 10**7, "1 to 10^7"),
             ("lr", 0 < self.lr <= 1e38, "a finite number above 0"),
             ("warmup", self.warmup >= 0, "at least 0"),
-            ("base_horizon", self.base_horizon >= 1, "at least 1"),
+            ("base_horizon", base >= 1, "at least 1"),
+            ("granularity", q is None or q >= 1, "at least 1"),
             ("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)"),
             ("max_step_scale", self.max_step_scale >= 1, "at least 1"),
             ("controller", self.controller in CONTROLLERS, f"one of {', '.join(CONTROLLERS)}"),
-            ("granularity", (self.granularity or 1) >= 1, "at least 1"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)}: {allowed}")
-        base, q = self.base_horizon, self.granularity
         if q is None:
             q = next((n for n in range(base // 10, 0, -1) if base % n == 0), 1)
-        least = min(7 * q, base) if self.min_horizon is None else self.min_horizon  # A5
-        most = base * 3 // 2 // q * q if self.max_horizon is None else self.max_horizon
-        for name, value in (("granularity", q), ("min_horizon", least), ("max_horizon", most)):
+        low = min(7 * q, base) if self.min_horizon is None else self.min_horizon  # A5
+        top = base * 3 // 2 // q * q if self.max_horizon is None else self.max_horizon
+        for name, value in (("granularity", q), ("min_horizon", low), ("max_horizon", top)):
             object.__setattr__(self, name, value)
-        if self.sequence is None:
-            self._check_ladder(q, least, most)
-        elif any(steps < 1 for steps in self.sequence) or sum(self.sequence) != self.steps:
-            total = f"add up to {sum(self.sequence)} steps, each at least 1"
-            raise ValueError(f"horizons= must {total}: steps={self.steps}")
-
-    def _check_ladder(self, q: int, least: int, most: int) -> None:
-        ladder = {"min_horizon": least, "base_horizon": self.base_horizon, "max_horizon": most}
-        for name, value in ladder.items():
+        if self.sequence is not None:
+            if min(self.sequence, default=0) < 1 or sum(self.sequence) != self.steps:
+                total = f"add up to {sum(self.sequence)} steps, each at least 1"
+                raise ValueError(f"horizons= must {total}: steps={self.steps}")
+            return
+        for name, value in (("base_horizon", base), ("min_horizon", low), ("max_horizon", top)):
             if value < 1 or value % q:
                 raise ValueError(f"{name}={value} is not a multiple of granularity={q}")
-        if not least <= self.base_horizon <= most:
-            words = ", ".join(f"{name}={value}" for name, value in ladder.items())
+        if base not in self.ladder:
+            words = f"min_horizon={low}, base_horizon={base}, max_horizon={top}"
             raise ValueError(f"{words}: they must not decrease in this order")
 
     @property
@@ -334,12 +332,9 @@ def residuals(reference: tuple[Pair, ...], observation: Observation) -> Pair:
     paper lets Lambda_ref follow the latest accepted interval; D_ref then moves by the same factor
     squared (A8), and the two moves cancel in r_D: neither is kept.
     """
-    now = level(observation)
-    drift, coherence = (
-        value - statistics.fmean(family)
-        for value, family in zip(now, zip(*reference, strict=True), strict=True)
-    )
-    return drift, coherence
+    drift, coherence = level(observation)
+    usual_drift, usual_coherence = map(statistics.fmean, zip(*reference, strict=True))
+    return drift - usual_drift, coherence - usual_coherence
 
 
 def centre_and_scale(history: Iterable[float]) -> Pair:
@@ -456,16 +451,15 @@ def _estimate_anew(state: Controller, horizon: int, nonfinite: bool = False) -> 
 
 def _reduce(rules: Rules, state: Controller, verdict: str) -> tuple[Controller, str]:
     """Shorten the accepted horizon (A.2, A.3); non-finite twice in a row falls to H_min (A13)."""
-    again = verdict == "nonfinite" and state.nonfinite
-    shorter = reduced_horizon(rules, state.accepted, severe=verdict != "moderate")
-    horizon = rules.ladder.start if again else shorter
+    horizon = reduced_horizon(rules, state.accepted, severe=verdict != "moderate")
     words = {
-        "moderate": "second moderate, reduce by 1.20 to",
-        "severe": "severe deviation, reduce by 1.50 to",
-        "nonfinite": "non-finite, reduce by 1.50 to",
+        "moderate": "second moderate, reduce by 1.20",
+        "severe": "severe deviation, reduce by 1.50",
+        "nonfinite": "non-finite, reduce by 1.50",
     }[verdict]
-    words = "non-finite again, fall back to" if again else words
-    return _estimate_anew(state, horizon, verdict == "nonfinite"), f"{words} {horizon}"
+    if verdict == "nonfinite" and state.nonfinite:
+        horizon, words = rules.ladder.start, "non-finite again, fall back"
+    return _estimate_anew(state, horizon, verdict == "nonfinite"), f"{words} to {horizon}"
 
 
 def _normal(state: Controller, pair: Pair) -> Controller:
@@ -721,21 +715,24 @@ def rules_from_header(values: Mapping[str, Any]) -> Rules:
         raise ValueError("no header with the run's rules")
     if unknown := set(written) - {field.name for field in fields(Rules)}:
         raise ValueError(f"rules has an unknown {min(unknown)}")
-    if "MAX_STEP_SCALE" in constants:
+    if "MAX_STEP_SCALE" in constants and written.get("scale_step"):
         raise ValueError("written when kappa (B.4) did not yet hold rho; train again to compare")
     for name, value in constants.items():
         if name in CONSTANTS and CONSTANTS[name] != value:
             raise ValueError(f"written with {name} {value}; it is {CONSTANTS[name]} now")
     sequence = written.get("sequence")
     try:
-        return Rules(**{**written, "sequence": None if sequence is None else tuple(sequence)})
+        whole = None if sequence is None else tuple(map(operator.index, sequence))
+        rules = Rules(**{**written, "sequence": whole})
+        plan(rules, start(rules))  # here half a step is found, or another value of the wrong type
+        return rules
     except TypeError as error:
         raise ValueError(f"rules: a missing value, or one of the wrong type ({error})") from None
 
 
 def _same(logged: Any, expected: Any) -> bool:
     """Equal; floats within 1e-12, since libraries differ in the last digit of cos, log and pow."""
-    if isinstance(expected, float) and isinstance(logged, int | float):
+    if isinstance(expected, float) and isinstance(logged, float):
         return math.isclose(logged, expected, rel_tol=1e-12, abs_tol=1e-12)
     return bool(logged == expected)
 
@@ -752,42 +749,51 @@ class Replayed:
     decision: Decision
 
 
+def _take_again(rules: Rules, state: State, logged: Mapping[str, Any]) -> Replayed:
+    """One interval from its logged measurements; ValueError says how the row differs."""
+    if state.step >= rules.steps:
+        raise ValueError(f"the run was over at step {rules.steps}")
+    try:
+        drift, coherence, work, tokens = (
+            math.nan if logged[one.name] is None else float(logged[one.name])
+            for one in fields(Observation)
+        )
+        observation = Observation(drift, coherence, work, int(tokens))
+        if observation.tokens < 1:
+            raise ValueError("no tokens")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"damaged measurement ({error})") from None
+    planned = plan(rules, state)
+    after, decision = complete(rules, state, planned, observation)
+    expected = record(planned, observation, after.mapper, decision)
+    if expected["exposure"] is not None:
+        expected["exposure"] = exposure(rules, planned.step, planned.steps)
+    for name, value in expected.items():
+        if name in logged and not _same(logged[name], value):  # an older log may lack a column
+            raise ValueError(
+                f"interval {planned.interval}: {name} is {logged.get(name)!r} in the log, "
+                f"the rule gives {value!r}"
+            )
+    return Replayed(rules, state, planned, observation, after, decision)
+
+
 def replay(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> Iterator[Replayed]:
     """Take every decision of a recorded run again, from the logged measurements alone.
 
-    A row with `rules` replaces them from there on (a run that was extended). ValueError at the
-    first row whose plan or decision differs, saying how, or that is damaged.
+    A row with `rules` replaces them from there on (a run that was extended). ValueError names the
+    first line whose plan or decision differs, or that is damaged, and says how.
     """
     state = start(rules)
     for line, logged in enumerate(rows, 2):
-        if "rules" in logged:
-            rules = rules_from_header(logged)
-            continue
-        if state.step >= rules.steps:
-            raise ValueError(f"line {line}: the run was over at step {rules.steps}")
         try:
-            drift, coherence, work = (
-                math.nan if logged[name] is None else float(logged[name])
-                for name in ("drift", "coherence", "exposure")
-            )
-            observation = Observation(drift, coherence, work, int(logged["tokens"]))
-            if observation.tokens < 1:
-                raise ValueError("no tokens")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"line {line}: damaged measurement ({error})") from None
-        planned = plan(rules, state)
-        after, decision = complete(rules, state, planned, observation)
-        expected = record(planned, observation, after.mapper, decision)
-        if expected["exposure"] is not None:
-            expected["exposure"] = exposure(rules, planned.step, planned.steps)
-        for name, value in expected.items():
-            if name not in logged or not _same(logged[name], value):
-                raise ValueError(
-                    f"line {line}: interval {planned.interval}: {name} is {logged.get(name)!r} "
-                    f"in the log, the rule gives {value!r}"
-                )
-        yield Replayed(rules, state, planned, observation, after, decision)
-        state = after
+            if "rules" in logged:
+                rules = rules_from_header(logged)
+                continue
+            one = _take_again(rules, state, logged)
+        except ValueError as error:
+            raise ValueError(f"line {line}: {error}") from None
+        state = one.after
+        yield one
 
 
 def last_state(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> State:
@@ -805,19 +811,19 @@ def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            lines = file.read().split("\n")
+            *lines, torn = file.read().split("\n")  # a complete file ends with a newline
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
-    torn = lines.pop()  # a complete file ends with a newline
     warning = f"{path}: the torn last line is dropped" if torn else None
     values = []
     for number, line in enumerate(lines, 1):
         try:
-            values.append(json.loads(line))
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            raise ValueError(f"{path}: line {number} is not JSON") from None
-        if not isinstance(values[-1], dict):
+            value = None
+        if not isinstance(value, dict):
             raise ValueError(f"{path}: line {number} is not a JSON object")
+        values.append(value)
     try:
         rules = rules_from_header(values[0] if values else {})
     except ValueError as error:
@@ -828,67 +834,80 @@ def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
 # ---------------------------------------------------------------- why this horizon
 
 
-def explain(one: Replayed) -> str:
-    """Why the controller chose the next horizon, and what the outer step did, with the numbers."""
+def _explain_judgement(one: Replayed) -> list[str]:
+    """Why `decide` judged and proposed as it did; empty where another rule decided."""
     p, o, d, c = one.planned, one.observation, one.decision, one.before.controller
-    lines = [
-        f"interval {p.interval}: steps {p.step + 1} to {p.step + p.steps}, phase {p.phase}",
-        f"  horizon       {p.horizon} (accepted {p.accepted}), executed as {p.steps} steps",
-        f"  measured      drift D {o.drift:.6g}, coherence C {o.coherence:.4f}, "
-        f"exposure {o.exposure:.6g}, {o.tokens:,} tokens",
-    ]
-    if d.residual_drift is not None and d.residual_coherence is not None:
+    if CONTROLLERS[one.rules.controller] is not decide:
+        return []
+    lines = []
+    if d.residual_drift is not None:
         lines.append(
-            f"  residuals     drift {d.residual_drift:+.4f}, coherence {d.residual_coherence:+.4f}: "
+            f"residuals     drift {d.residual_drift:+.4f}, coherence {d.residual_coherence:+.4f}: "
             f"log distance from {len(c.reference)} reference interval(s), positive is worse"
         )
     if d.z is not None:
-        for name, residual, family in zip(
-            ("drift", "coherence"), (d.residual_drift, d.residual_coherence),
-            zip(*c.history, strict=True), strict=True,
-        ):  # fmt: skip
+        pair, families = residuals(c.reference, o), zip(*c.history, strict=True)
+        for name, r, family in zip(("drift", "coherence"), pair, families, strict=True):
             centre, scale = centre_and_scale(family)
             lines.append(
-                f"  z, {name:11}({residual:+.4f} - centre {centre:+.4f}) / scale {scale:.4f} "
-                f"= {robust_z(residual or 0.0, family):+.2f}, over {len(family)} intervals"
+                f"z, {name:11}({r:+.4f} - centre {centre:+.4f}) / scale {scale:.4f} "
+                f"= {robust_z(r, family):+.2f}, over {len(family)} intervals"
             )
         lines.append(
-            f"  z             {d.z:+.2f}, the worse of the two: {d.verdict} "
+            f"z             {d.z:+.2f}, the worse of the two: {d.verdict} "
             f"(up to {SUPPORTS:g} supports, below {MODERATE:g} consistent, "
             f"below {SEVERE:g} moderate, else severe)"
         )
     elif d.verdict:
-        lines.append(f"  verdict       {d.verdict}: a statistic is not finite and above 0")
+        lines.append(f"verdict       {d.verdict}: a statistic is not finite and above 0")
     if c.bound:
-        lines.append(f"  bound         {c.bound[0]} was rejected at exposure {c.bound[1]:.6g}")
+        lines.append(f"bound         {c.bound[0]} was rejected at exposure {c.bound[1]:.6g}")
     if p.phase == "monitor" and d.verdict in ("supports", "consistent"):
-        preview = ahead(one.rules, one.after.mapper, one.after.step)
-        left = one.rules.steps - one.after.step
-        still = replace(one.before.controller, bound=one.after.controller.bound)
         cap = EXPOSURE_CAP * o.exposure
-        lines.append(f"  cap           {EXPOSURE_CAP} x {o.exposure:.6g} = {cap:.6g} of exposure")
+        lines.append(f"cap           {EXPOSURE_CAP} x {o.exposure:.6g} = {cap:.6g} of exposure")
+        preview = ahead(one.rules, one.after.mapper, one.after.step)
+        still = replace(c, bound=one.after.controller.bound)  # it may have retired just now
+        left = one.rules.steps - one.after.step
         for horizon, steps, work, why in candidates(one.rules, still, o.exposure, preview, left):
-            chosen = "chosen" if horizon == d.next_horizon else "admissible"
-            lines.append(f"  candidate     {horizon}: {steps} steps, {work:.6g}: {why or chosen}")
-    free = step_scale(p.momentum, one.rules.outer_momentum, p.interval_ratio, math.inf)
-    kappa = f"kappa {p.step_scale:.6g}"
-    if one.rules.scale_step:
-        held = "bounded at" if free > one.rules.max_step_scale else "below its bound of"
-        kappa += f" ({free:.6g}, {held} {one.rules.max_step_scale:g})"
-    lines.append(f"  outer step    rho {p.interval_ratio:.6g}, mu {p.momentum:.6g}, {kappa}")
+            why = why or ("chosen" if horizon == d.next_horizon else "admissible")
+            lines.append(f"candidate     {horizon}: {steps} steps, {work:.6g}: {why}")
+    return lines
+
+
+def explain(one: Replayed) -> str:
+    """Why the controller chose the next horizon, and what the outer step did, with the numbers."""
+    rules, p, o, d = one.rules, one.planned, one.observation, one.decision
+    scale = f"kappa {p.step_scale:.6g}"
+    if rules.scale_step:
+        free = step_scale(p.momentum, rules.outer_momentum, p.interval_ratio, math.inf)
+        held = "bounded at" if free > rules.max_step_scale else "below its bound of"
+        scale += f" ({free:.6g}, {held} {rules.max_step_scale:g})"
     following = f"next horizon {d.next_horizon}" if d.next_horizon else "no interval follows"
-    return "\n".join([*lines, f"  decision      {d.reason}; {following}"])
+    lines = [
+        f"interval {p.interval}: steps {p.step + 1} to {p.step + p.steps}, phase {p.phase}",
+        f"horizon       {p.horizon} (accepted {p.accepted}), executed as {p.steps} steps",
+        f"measured      drift D {o.drift:.6g}, coherence C {o.coherence:.4f}, "
+        f"exposure {o.exposure:.6g}, {o.tokens:,} tokens",
+        *_explain_judgement(one),
+        f"outer step    rho {p.interval_ratio:.6g}, mu {p.momentum:.6g}, {scale}",
+        f"decision      {d.reason}; {following}",
+    ]
+    return "\n  ".join(lines)
 
 
 def main(argv: list[str]) -> int:
     """`replay LOG` or `explain LOG [INTERVAL]`: exit 0, 1 where the log and the rules differ, 2 on
     misuse.
     """
-    command, path, wanted = (*argv, "", "", "")[:3]
-    if command not in ("replay", "explain") or not path or len(argv) > 2 + (command == "explain"):
-        print(f"usage: python autoloco.py replay {(log := 'RUN/intervals.jsonl')}", file=sys.stderr)
-        print(f"       python autoloco.py explain {log} [INTERVAL]", file=sys.stderr)
-        return 2
+    wanted = ""
+    match argv:
+        case ["replay" | "explain", path]:
+            pass
+        case ["explain", path, wanted]:
+            pass
+        case _:
+            print("usage: python autoloco.py replay LOG | explain LOG [INTERVAL]", file=sys.stderr)
+            return 2
     try:
         rules, rows, warning = read_log(path)
     except ValueError as error:
@@ -896,24 +915,21 @@ def main(argv: list[str]) -> int:
         return 2
     if warning:
         print(warning, file=sys.stderr)
-    taken: list[Replayed] = []
     try:
-        taken.extend(replay(rules, rows))
+        taken = list(replay(rules, rows))
     except ValueError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
-    if command == "replay":
-        done = taken[-1].after if taken else start(rules)
-        print(
-            f"{done.interval} intervals replayed up to step {done.step} of "
-            f"{taken[-1].rules.steps if taken else rules.steps}, every decision is the rule's"
-        )
+    if argv[0] == "replay":
+        step, steps = (taken[-1].after.step, taken[-1].rules.steps) if taken else (0, rules.steps)
+        words = f"replayed up to step {step} of {steps}, every decision is the rule's"
+        print(f"{len(taken)} intervals {words}")
         return 0
-    shown = [one for one in taken if wanted in ("", str(one.planned.interval))]
+    shown = [explain(one) for one in taken if wanted in ("", str(one.planned.interval))]
     if not shown:
         print(f"{path}: interval {wanted or 1} is not in this log", file=sys.stderr)
         return 2
-    print("\n\n".join(map(explain, shown)))
+    print("\n\n".join(shown))
     return 0
 
 

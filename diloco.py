@@ -108,6 +108,7 @@ class Workers:
 
     shared_buffers: tuple[str, ...] = ("shared",)  # of all workers, the same on every rank
     worker_buffers: tuple[str, ...] = ()  # of each worker, beside its own parameters
+    one_model = False  # parameters and optimizer states belong to all workers together
 
     def __init__(
         self,
@@ -127,7 +128,8 @@ class Workers:
         self.clip, self.micro_batch, self.autocast = clip or math.inf, micro_batch, autocast
         self.names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
         self.parameters = list(model.parameters())
-        own = Replica([p.data for p in self.parameters], self._states(), self.worker_buffers)
+        states = [optimizer.state for optimizer in self.optimizers]
+        own = Replica([p.data for p in self.parameters], states, self.worker_buffers)
         self.replicas = [own]
         self.wire = Wire(ranks, codec, [tensor.numel() for tensor in own.local])
         self.buffers = {
@@ -140,9 +142,6 @@ class Workers:
     def shared(self) -> list[Tensor]:
         """Theta, flat: what all workers start an interval from."""
         return self.buffers["shared"]
-
-    def _states(self) -> list[Any]:
-        return [optimizer.state for optimizer in self.optimizers]
 
     def begin(self, steps: int) -> None:
         """Start an interval of `steps` local steps."""
@@ -233,24 +232,24 @@ class Workers:
 
     def shared_state(self) -> dict[str, Tensor]:
         """What all workers share."""
-        return self._named(self.buffers)
+        return self._named(self.buffers) | (self._inner() if self.one_model else {})
 
     def worker_state(self, row: int) -> dict[str, Tensor]:
         """What belongs to one hosted worker; its own parameters only inside an interval."""
-        self.switch(row)
-        buffers = dict(self.replicas[row].buffers)
-        if not self.done[row]:
-            del buffers["local"]
         records = {name: self.records[name][row].cpu() for name in RECORD}
-        return (
-            records | {"done": torch.tensor(self.done[row])} | self._named(buffers) | self._inner()
-        )
+        records["done"] = torch.tensor(self.done[row])
+        if self.one_model:
+            return records
+        self.switch(row)
+        return records | self._named(self._own(row)) | self._inner()
 
     def load_shared(self, saved: Mapping[str, Tensor]) -> None:
         """Inverse of `shared_state`; every replica starts from the shared parameters."""
         self._fill(self.buffers, saved)
         for replica in self.replicas:
             _copy(self.shared, replica.local)
+        if self.one_model:
+            self._load_inner(saved)
 
     def load_worker(self, row: int, saved: Mapping[str, Tensor]) -> None:
         """Inverse of `worker_state`."""
@@ -259,12 +258,15 @@ class Workers:
         for name in RECORD:
             self.records[name][row] = saved[name]
         self.done[row] = int(saved["done"])
-        self.switch(row)
-        self._load_inner(saved)
-        buffers = dict(self.replicas[row].buffers)
-        if not self.done[row]:
-            del buffers["local"]
-        self._fill(buffers, saved)
+        if not self.one_model:
+            self.switch(row)
+            self._fill(self._own(row), saved)
+            self._load_inner(saved)
+
+    def _own(self, row: int) -> dict[str, list[Tensor]]:
+        """A worker's buffers; between intervals its parameters are the shared ones."""
+        buffers = self.replicas[row].buffers
+        return {kind: buffers[kind] for kind in buffers if kind != "local" or self.done[row]}
 
     def _named(self, buffers: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         shapes = [unsharded(tensor).shape for tensor in self.replicas[0].tensors]
@@ -299,12 +301,10 @@ class Workers:
         owner: dict[int, torch.optim.Optimizer] = {}
         for optimizer in self.optimizers:
             optimizer.state.clear()
-            for group in optimizer.param_groups:
-                owner |= {id(parameter): optimizer for parameter in group["params"]}
+            owner |= {id(p): optimizer for group in optimizer.param_groups for p in group["params"]}
         for full, value in saved.items():
-            kind, _, rest = full.partition(".")
-            key, _, name = rest.partition(".")
-            if kind in ("number", "optimizer"):
+            if full.startswith(("number.", "optimizer.")):
+                kind, key, name = full.split(".", 2)
                 parameter = parameters[name]
                 restored: Any = value.item() if kind == "number" else value.to(parameter.device)
                 if hasattr(parameter, "placements") and value.shape == unsharded(parameter).shape:
@@ -378,8 +378,8 @@ class LocalUpdate(Workers):
         """
         squares = []
         for chunk in self.wire.chunks:
-            delta = _cut(self.replicas[row].local, chunk)
-            torch.sub(_cut(self.shared, chunk), delta, out=delta)
+            delta = cut(self.replicas[row].local, chunk)
+            torch.sub(cut(self.shared, chunk), delta, out=delta)
             squares.append(torch.dot(delta, delta))
         return _stack(squares).double().sum()
 
@@ -395,11 +395,11 @@ class LocalUpdate(Workers):
             means.append(torch.dot(mean, mean))
             if plan.divisor != 1.0:
                 mean = mean.div_(plan.divisor)
-            theta = _cut(self.shared, chunk)
-            update = self.outer_step(theta, _cut(momentum, chunk), mean, plan.momentum, step)
+            theta = cut(self.shared, chunk)
+            update = self.outer_step(theta, cut(momentum, chunk), mean, plan.momentum, step)
             updates.append(torch.dot(update, update))
             for replica in self.replicas:
-                _cut(replica.local, chunk).copy_(theta)
+                cut(replica.local, chunk).copy_(theta)
         sums = torch.stack([_stack(means), _stack(updates)]).double().sum(1).cpu()
         # A dot differs in its last bit between kinds of processor and numbers of threads: the first
         # worker's ranks speak for all.
@@ -413,30 +413,14 @@ class DataParallel(Workers):
     weighted equally although their documents differ in length (A26).
     """
 
+    one_model = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.buffers = {"shared": self.replicas[0].local}
         self._pending: list[tuple[Tensor, int, int]] = []
         self._gradients: list[list[Tensor]] = []
         self._stop = False
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """Parameters and the one optimizer state."""
-        return super().shared_state() | self._inner()
-
-    def worker_state(self, row: int) -> dict[str, Tensor]:
-        """The records of this interval."""
-        records = {name: self.records[name][row].cpu() for name in RECORD}
-        return records | {"done": torch.tensor(self.done[row])}
-
-    def load_shared(self, saved: Mapping[str, Tensor]) -> None:
-        """Inverse of `shared_state`."""
-        super().load_shared(saved)
-        self._load_inner(saved)
-
-    def _load_inner(self, saved: Mapping[str, Tensor]) -> None:
-        if any(key.startswith("optimizer.") for key in saved):  # a worker's file holds none
-            super()._load_inner(saved)
 
     def stop_asked(self) -> bool:
         """As all ranks learned in the latest step, whose gradients they averaged together."""
@@ -454,10 +438,8 @@ class DataParallel(Workers):
             return
         hosted = [[local_tensor(g) for g in gradient] for gradient in self._gradients]
         for chunk, mean in self.wire.mean(hosted, [True] * self.ranks.workers):
-            _cut(hosted[-1], chunk).copy_(mean)
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self.parameters if p.grad is not None]
-        )
+            cut(hosted[-1], chunk).copy_(mean)
+        norm = torch.nn.utils.get_total_norm(self._gradients[-1])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # One small message a step: the first rank's norm, since a norm's last bit differs between
         # kinds of processor, and whether some rank was asked to stop.
@@ -493,7 +475,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return unsharded(tensor).view(-1)
 
 
-def _cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
+def cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
+    """The elements of a chunk, of the list of flat tensors that was cut."""
     return tensors[chunk.tensor][chunk.start : chunk.stop]
 
 
@@ -639,29 +622,28 @@ class Wire:
         chunk in order with the decoded mean, (n,) fp32, which the caller may change; `hosted` is
         overwritten where that saves a copy.
         """
-        others = [group for group in range(self.ranks.groups) if group != self.me]
+        groups, size = range(self.ranks.groups), self._bytes(self.me)
+        others = [group for group in groups if group != self.me]
         sent = {
             group: torch.stack([self._encode(group, tensors) for tensors in hosted])
             for group in others
         }
-        size = self._bytes(self.me)
-        received = {group: self._empty(len(hosted), size) for group in others}
+        received: dict[int, Any] = {group: self._empty(len(hosted), size) for group in others}
         self.ranks.exchange(sent, received)
         del sent
-        rows: list[Any] = []  # of each worker, in order: its tensors here, or its bytes
-        for group in range(self.ranks.groups):
-            rows += hosted if group == self.me else received[group]
-        rows = [row for row, counts in zip(rows, include, strict=True) if counts]
-        own = zip(self.parts[self.me], self._average(rows), strict=True)
+        received[self.me] = hosted  # of each worker, in order: its tensors here, or its bytes
+        rows = zip([row for group in groups for row in received[group]], include, strict=True)
+        own = zip(
+            self.parts[self.me], self._average([row for row, counts in rows if counts]), strict=True
+        )
         if not others:  # nothing travels, so no message is made
-            yield from ((chunk, self._recode(chunk, mean)) for chunk, mean in own)
+            yield from ((chunk, self.round_trip(chunk, mean)) for chunk, mean in own)
             return
-        means = {self.me: self._empty(size)}
-        for (chunk, mean), slot in zip(own, self._slots(self.me, means[self.me]), strict=True):
+        mine = self._empty(size)
+        for (chunk, mean), slot in zip(own, self._slots(self.me, mine), strict=True):
             self.codec.encode(mean, chunk.block, slot)
-        del rows, received
-        means |= {group: self._empty(self._bytes(group)) for group in others}
-        mine = means.pop(self.me)
+        del own, received
+        means = {group: self._empty(self._bytes(group)) for group in others}
         self.ranks.exchange(dict.fromkeys(others, mine), means)
         means[self.me] = mine
         for group, part in enumerate(self.parts):
@@ -681,14 +663,14 @@ class Wire:
     def _encode(self, group: int, tensors: Sequence[Tensor]) -> Tensor:
         message = self._empty(self._bytes(group))
         for chunk, slot in zip(self.parts[group], self._slots(group, message), strict=True):
-            self.codec.encode(_cut(tensors, chunk), chunk.block, slot)
+            self.codec.encode(cut(tensors, chunk), chunk.block, slot)
         return message
 
     def _decode(self, chunk: Chunk, slot: Tensor) -> Tensor:
         out = torch.empty(chunk.stop - chunk.start, device=self.ranks.device)
         return self.codec.decode(slot, chunk.block, out)
 
-    def _recode(self, chunk: Chunk, source: Tensor) -> Tensor:
+    def round_trip(self, chunk: Chunk, source: Tensor) -> Tensor:
         """decode(encode(source)), what the other side would see."""
         if self.codec.name == "fp32":
             return source
@@ -706,7 +688,7 @@ class Wire:
             total = None
             for row, encoded in zip(rows, slots, strict=True):
                 if encoded is None:
-                    source = self._recode(chunk, _cut(row, chunk))
+                    source = self.round_trip(chunk, cut(row, chunk))
                 else:
                     source = self._decode(chunk, encoded[index])
                 total = source if total is None else total.add_(source)
@@ -918,10 +900,8 @@ def connect(
         raise ValueError(
             f"--ranks-per-worker {ranks_per_worker}: ranks share GPUs, and FSDP2 needs one for each"
         )
-    backend, timeout = (
-        "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-        timedelta(minutes=timeout_minutes),
-    )
+    backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     ranks.wire_device = device if own_gpu else torch.device("cpu")
     # One agreement before any other collective: ranks that were started differently would train to
@@ -935,8 +915,8 @@ def connect(
 
 def _meet(rank: int, world: int, device: torch.device, minutes: float) -> tuple[Any, bool]:
     """The launch's store, once all ranks are there, and whether each of them has its own GPU."""
-    # Ranks may start minutes apart, even where --timeout-minutes allows seconds at a later meeting.
-    joining = timedelta(minutes=max(minutes, 10.0))
+    # Ranks may start apart, even where --timeout-minutes allows seconds at a later meeting.
+    joining = timedelta(minutes=max(minutes, 2.0))
     place = os.environ.get("AUTOLOCO_RENDEZVOUS", "env://")
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     waiting = f"rank {rank} waits for {world} ranks at {where} (RANK and WORLD_SIZE are set)"

@@ -1202,8 +1202,8 @@ def execute(config: Config) -> int:
         for name in RESUME_MAY_CHANGE:
             del same[flag(name)]
         first = source.batch(0, 0)  # damaged data is found before an earlier run is deleted
-        same |= {"program": program_sha256()[:16], "facts of --data": source.facts}
-        same |= {"first documents": first.ids, "their tokens": int(first.inputs.sum())}
+        same |= {"program": program_sha256()[:16], "--data, its facts": source.facts}
+        same |= {"--data, first documents": first.ids, "--data, sum": int(first.inputs.sum())}
         ranks, words = diloco.connect(
             config.workers, config.ranks_per_worker, config.timeout_minutes, same
         )

@@ -47,7 +47,7 @@ from quant import CODECS, GPU_SLAB, SLAB, Chunk, Codec, chunks
 def nesterov(
     theta: Tensor, momentum: Tensor, gradient: Tensor, retention: float, step: float
 ) -> Tensor:
-    """Corrected Nesterov outer step, in place on theta and momentum; returns g + mu_t m.
+    """Corrected Nesterov outer step, in place on all three tensors; returns g + mu_t m.
 
         m <- mu_t m + g;   theta <- theta - alpha_0 kappa_t (g + mu_t m)                D.1, B.4
 
@@ -56,9 +56,9 @@ def nesterov(
     operations is torch.optim.SGD's, so that the two agree bit for bit.
     """
     momentum.mul_(retention).add_(gradient)
-    update = torch.add(gradient, momentum, alpha=retention)
-    theta.add_(update, alpha=-step)  # fused, and rounds differently from mul then add
-    return update
+    gradient.add_(momentum, alpha=retention)
+    theta.add_(gradient, alpha=-step)  # fused, and rounds differently from mul then add
+    return gradient
 
 
 # ---------------------------------------------------------------- workers

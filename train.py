@@ -523,12 +523,12 @@ def dry_run(config: Config) -> dict[str, Any]:
     for name, words in shown.items():
         print(f"{name:18}{words}")
     columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
-    print("\n" + f"{'':10}" + "".join(f"{column:>14}" for column in columns))
+    print("\n" + f"{'':10}" + "".join(f"{column:>15}" for column in columns))
     for name, row in methods.items():
         cells = [f"{row['synchronisations']:,}", f"{row['payload_bytes'] / 1e9:,.3f}"]
         cells += [saved_words(row["saved"]), f"{row['hours']:.3g}", f"{row['total_hours']:.3g}"]
         cells.append(f"{100 * row['utilisation']:.1f} %")
-        print(f"{name:10}" + "".join(f"{cell:>14}" for cell in cells))
+        print(f"{name:10}" + "".join(f"{cell:>15}" for cell in cells))
     for planned, decision in walked:
         if planned.interval in config.replaced_verdicts:
             print(f"interval {planned.interval:<9}{planned.phase}: {decision.reason}")
@@ -542,7 +542,7 @@ def saved_words(saved: float) -> str:
     ('27.0 % less', "20 x DiLoCo's")
     """
     if saved < -0.5:
-        return f"{1 - saved:,.3g} x DiLoCo's"
+        return f"{1 - saved:,.0f} x DiLoCo's"
     return f"{100 * abs(saved):.1f} % {'less' if saved >= 0 else 'more'}"
 
 

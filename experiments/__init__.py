@@ -1,0 +1,1 @@
+"""Measurements of speed, memory and bytes, and the runs behind RESULTS.md."""

@@ -1116,9 +1116,14 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     )
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, and not one of Hugging Face's."""
+    return (folder / "env.json").exists() or (folder / "intervals.jsonl").exists()
+
+
 def run_shape(folder: Path) -> ModelConfig:
     """Model shape of a run folder or of a Hugging Face Llama folder; ValueError names the file."""
-    if not (folder / "intervals.jsonl").exists():
+    if not is_run(folder):
         return model.read_config(folder)
     try:
         return model.ModelConfig(**read_json(folder / "config.json")["shape"])
@@ -1130,7 +1135,7 @@ def load_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of a run folder or of a Hugging Face Llama folder: (name, full tensor), one at a
     time, so that a rank that keeps a shard of an 8B model never holds the whole.
     """
-    if not (folder / "intervals.jsonl").exists():
+    if not is_run(folder):
         yield from model.read_weights(folder, model.read_config(folder), torch.float32)
         return
     with ExitStack() as stack:  # FSDP2 cuts dimension 0, and some cuts are empty
@@ -1266,6 +1271,9 @@ def say_what_runs(
         print("--dtype bf16: a CPU without bf16 units takes several times as long as with fp32")
 
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
 @contextmanager
 def stopping_on_signals(ranks: diloco.Ranks) -> Iterator[None]:
     """SIGTERM, SIGINT, SIGHUP and SIGUSR1, as often as they come, save the run and end it."""
@@ -1273,8 +1281,7 @@ def stopping_on_signals(ranks: diloco.Ranks) -> Iterator[None]:
     def stop(*_: Any) -> None:
         ranks.stopping = True
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in STOPS}
     try:
         yield
     finally:
@@ -1359,7 +1366,7 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
         return resumed(given), given
     if given.get("init_from") and "tokenizer" not in given:
         source = Path(given["init_from"])
-        if (source / "intervals.jsonl").exists():
+        if is_run(source):
             given["tokenizer"] = load_config(source).tokenizer
         elif data.has_tokenizer(source):
             given["tokenizer"] = str(source)
@@ -1420,7 +1427,7 @@ def spread(argv: list[str], count: int) -> int:
             for process in context.processes:
                 process.terminate()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             signal.signal(number, forward)
         try:
             while not context.join(grace_period=1.0):
@@ -1436,7 +1443,7 @@ def spread(argv: list[str], count: int) -> int:
 
 def one_rank(index: int, argv: list[str], count: int, place: str) -> None:
     """A process that `spread` started."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
     ranks = {"RANK": index, "WORLD_SIZE": count, "LOCAL_RANK": index, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in ranks.items()}
@@ -1459,7 +1466,7 @@ def complain(what: object) -> None:
 
 def main(argv: list[str]) -> int:
     """Parse, check, run; see the module's exit codes."""
-    rank, local = 0, 0
+    rank, world, local = 0, 1, 0
     try:
         rank, world, local, _ = diloco.launched_ranks()
         config, given = parse(argv)
@@ -1493,8 +1500,9 @@ def main(argv: list[str]) -> int:
             words = f"torch.compile failed ({words}); --no-compile trains without it"
         elif not isinstance(error, diloco.Failure | OSError | MemoryError):
             raise
-        if local == 0 or not isinstance(error, diloco.Failure):  # of which all ranks know
-            complain(f"rank {rank}: {words}")
+        known = isinstance(error, diloco.Failure)  # by all ranks
+        if local == 0 or not known:
+            complain(words if known or world == 1 else f"rank {rank}: {words}")
         return 1
 
 

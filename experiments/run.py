@@ -95,9 +95,8 @@ def summary(folder: Path) -> dict[str, Any]:
     """A finished run as a row: totals, hashes, the loss's curve, the median update at H_max."""
     one = evaluation.read_run(folder)
     ends = [max(1, len(one.smoothed) * part // 20) for part in range(1, 21)]
-    finished = {key: value for key, value in one.row.items() if key != "quarters"}
     more = {"curve": [round(one.smoothed[end - 1], 5) for end in ends]}
-    return finished | hashes(folder) | more | {"update": [*one.update_norms.values()][-1]}
+    return one.row | hashes(folder) | more | {"update": [*one.update_norms.values()][-1]}
 
 
 def train_with_old_kappa(argv: list[str]) -> int:

@@ -645,6 +645,14 @@ def ahead(rules: Rules, mapper: Mapper, step: int) -> Preview:
     return preview
 
 
+def observe(rules: Rules, planned: Plan, measured: Mapping[str, float], tokens: int) -> Observation:
+    """What the controller reads of an executed plan: D_t and C_t as measured, Lambda_t (B.2), and
+    the tokens of all workers.
+    """
+    work = exposure(rules, planned.step, planned.steps)
+    return Observation(measured["drift"], measured["coherence"], work, tokens)
+
+
 def complete(
     rules: Rules, state: State, planned: Plan, observation: Observation, verdict: str | None = None
 ) -> tuple[State, Decision]:

@@ -26,8 +26,8 @@ import tempfile
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,12 +99,11 @@ class Source(ABC):
 
     def __init__(self, config: Any, tokenizer: "Tokenizer", facts: Facts, files: Files) -> None:
         self.config, self.tokenizer, self.facts = config, tokenizer, facts
-        self.vocab_size, self.chat = tokenizer.vocab_size, bool(facts["chat"])
+        self.vocab_size, self.chat = tokenizer.vocab_size, facts["chat"]
         self.seq_len, self.batch_size = config.seq_len, config.batch_size
-        self.workers = config.workers
+        self.workers, self.local = config.workers, config.data not in HUB
         self.notes: list[str] = []
         self.held: list[Document] = []  # validation documents
-        self.local = config.data not in HUB
         self._deal(*files)
 
     @abstractmethod
@@ -112,11 +111,7 @@ class Source(ABC):
         """Read what must be read at the start, and say what it is."""
 
     def batch(self, worker: int, step: int) -> Batch:
-        """The documents of a worker k in [0, K) at a step s >= 0 of the run, as tensors.
-
-        A pure function of (seed, worker, step): asked again, in any order, it is the same. A
-        damaged row is a ValueError that names file and line.
-        """
+        """The documents of worker k in [0, K) at step s >= 0: the same whenever it is asked."""
         assert 0 <= worker < self.workers and step >= 0, f"no batch for {worker=}, {step=}"
         return self._collate(self._documents(worker, step))
 
@@ -130,10 +125,8 @@ class Source(ABC):
         """The B documents of (worker, step)."""
 
     def _hold(self, documents: Iterable[Document]) -> None:
-        """Keep the first usable ones for validation.
-
-        They are read now: a damaged file must not end a run of days in its last minute.
-        """
+        """Keep the first usable ones for validation."""
+        # They are read now: a damaged file must not end a run of days in its last minute.
         usable = (document for document in documents if self._usable(document.content))
         self.held = list(islice(usable, self.config.val_documents))
         self.facts["validation_documents"] = len(self.held)
@@ -163,15 +156,17 @@ class Source(ABC):
 
     def _usable(self, content: Any) -> bool:
         """Whether truncation leaves something to predict: of a conversation, an assistant token."""
-        if not isinstance(content, tuple):
+        if not self.chat:
             return True
-        first = next((at for at, (role, _) in enumerate(content) if role == "assistant"), None)
-        if first is None:
-            return False
-        # A text has no more tokens than bytes. The bound on the first assistant token's position
+        # A text has no more tokens than bytes. This bound on the first assistant token's position
         # settles nearly every conversation without tokenising a gigabyte before the first step.
-        bound = 14 + sum(5 + len((role + text).encode()) for role, text in content[:first])
-        return bound <= self.seq_len or bool(self._encode(content, self.seq_len + 1)[1].any())
+        bound = 14
+        for role, text in content:
+            if role == "assistant":
+                fits = bound <= self.seq_len
+                return fits or bool(self._encode(content, self.seq_len + 1)[1].any())
+            bound += 5 + len((role + text).encode())
+        return False
 
     def _collate(self, documents: Sequence[Document]) -> Batch:
         shape = (len(documents), self.seq_len)  # (B, T)
@@ -216,30 +211,35 @@ class Indexed(Source):
         digest = hashlib.sha256() if self.local else None
         # Texts, or where each conversation stands: those may be larger than the memory.
         self._places: list[tuple[Shard, int] | Document] = []
-        urls, count = [], 0
+        urls, count, module = [], 0, self.config.partition == "module"
         for shard in training:
             for line, document in self._read(shard, digest):
                 count += 1
                 if self._usable(document.content):
                     self._places.append((shard, line) if self.chat else document)
-                    urls.append(document.url.split("://")[-1])
+                    urls.append(document.url)
         self._hold([document for shard in held for _, document in self._read(shard, digest)])
-        kept, module = len(self._places), self.config.partition == "module"
+        kept, ranges = len(urls), self.workers if module else 1
         self.facts |= {"documents": kept, "dropped": count - kept}
         if digest:
             self.facts["sha256"] = digest.hexdigest()
-        ranges = self.workers if module else 1
         if kept < ranges or not self.held:
-            need = f"{kept} for training (needed: {ranges}), {len(self.held)} for validation"
-            raise ValueError(
-                f"--data {self.config.data}: too few documents fit: {need}, {count - kept} dropped"
-            )
+            few = f"{kept} for training (needed: {ranges}), {len(self.held)} for validation"
+            few = f"too few documents fit: {few}, {count - kept} dropped"
+            raise ValueError(f"--data {self.config.data}: {few}")
         if module and not all(urls):
             raise ValueError("--partition module: the documents need a 'url' to sort them by")
         if module:
-            self._places = [self._places[at] for at in sorted(range(kept), key=urls.__getitem__)]
+            by_source = sorted(range(kept), key=lambda at: urls[at].split("://")[-1])
+            self._places = [self._places[at] for at in by_source]
         self._cuts = [at * kept // ranges for at in range(ranges + 1)]
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # of a range: (epoch, permutation)
+
+        @lru_cache(ranges)  # of each range, the epoch that it is in
+        def order(own: int, epoch: int) -> np.ndarray:
+            generator = np.random.default_rng([self.config.seed, epoch, own])
+            return generator.permutation(self._cuts[own + 1] - self._cuts[own])
+
+        self._order = order
         self._note_share([self._document(at) for at in range(0, kept, -(-kept // SAMPLE))])
 
     def _document(self, at: int) -> Document:
@@ -251,19 +251,12 @@ class Indexed(Source):
         return document_of(shard, line, shard.rows[line - 1], self.chat)
 
     def _documents(self, worker: int, step: int) -> list[Document]:
+        own, first = 0, (step * self.workers + worker) * self.batch_size
         if self.config.partition == "module":
             own, first = worker, step * self.batch_size
-        else:
-            own, first = 0, (step * self.workers + worker) * self.batch_size
         low, count = self._cuts[own], self._cuts[own + 1] - self._cuts[own]
-        documents = []
-        for n in range(first, first + self.batch_size):
-            epoch, place = divmod(n, count)
-            if own not in self._orders or self._orders[own][0] != epoch:
-                generator = np.random.default_rng([self.config.seed, epoch, own])
-                self._orders[own] = (epoch, generator.permutation(count))
-            documents.append(self._document(low + self._orders[own][1][place]))
-        return documents
+        numbers = [divmod(n, count) for n in range(first, first + self.batch_size)]
+        return [self._document(low + self._order(own, epoch)[at]) for epoch, at in numbers]
 
 
 class Streamed(Source):
@@ -304,10 +297,9 @@ class Streamed(Source):
         self.facts["sha256_of_names_and_sizes"] = hashlib.sha256(listed.encode()).hexdigest()
         own = [sum(sizes[s.path] for s in dealt) / sharers for dealt, sharers, _ in self._dealt]
         if 10 * min(own) * self.workers < sum(own):
-            self.notes.append(
-                f"uneven files: worker {own.index(min(own))} repeats {min(own) / sum(own):.2%} of "
-                "the text; put all rows into one file, which the workers share"
-            )
+            least = f"worker {own.index(min(own))} repeats {min(own) / sum(own):.2%} of the text"
+            remedy = "put all rows into one file, which the workers share"
+            self.notes.append(f"uneven files: {least}; {remedy}")
 
     def _documents(self, worker: int, step: int) -> list[Document]:
         first = step * self.batch_size
@@ -324,17 +316,13 @@ class Streamed(Source):
         while True:
             own = 0
             for shard in shards:
-                for number, (line, row) in enumerate(rows_of(shard)):
-                    if number % sharers != slot:
-                        continue
+                for line, row in islice(rows_of(shard), slot, None, sharers):
                     own += 1
-                    if skip:
-                        skip -= 1
-                    else:
+                    if own > skip:
                         yield document_of(shard, line, row, self.chat)
             if not own:  # or this loop would spin for ever
                 raise ValueError(f"{shards[0].path}: no training document for worker {worker}")
-            skip %= own
+            skip = max(0, skip - own) % own
 
 
 # -------------------------------------------------------------------------------------- tokenizers
@@ -365,7 +353,7 @@ GPT2_FILES = {  # SHA-256 of each
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-# The text that `encode_chat` tokenises, for transformers.
+# The text that `encode_chat` tokenises, as transformers has it.
 CHAT_TEMPLATE = (
     r"{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
     r"'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if "
@@ -412,23 +400,30 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> Tensor:
         """UTF-8 bytes that each token stands for, (vocab_size,) int64; 0 for specials."""
-        sizes = [0] * self.vocab_size
+        sizes = torch.zeros(self.vocab_size, dtype=torch.int64)
         if self._fast:
             for token in self.encoding.token_byte_values():
                 sizes[self.encoding.encode_single_token(token)] = len(token)
-            return torch.tensor(sizes)
+            return sizes
         byte_level = "ByteLevel" in str(self.encoding.decoder)  # a token's characters are bytes
         for token, at in self.encoding.get_vocab().items():
             text = "." if re.fullmatch("<0x..>", token) else token.replace("\u2581", " ")
-            sizes[at] = len(token if byte_level else text.removeprefix("##").encode())
+            sizes[at] = len(token if byte_level else text.encode())
         for at, added in self.encoding.get_added_tokens_decoder().items():
             sizes[at] = 0 if added.special else len(added.content.encode())
-        return torch.tensor(sizes)
+        return sizes
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder of weights holds a file that `open_tokenizer` looks for."""
     return _first_file(folder, TOKENIZER_FILES) is not None
+
+
+def tokenizer_folders(config: Any) -> list[Path]:
+    """Where a run's "gpt2" or "llama3" is looked for: beside its weights, then beside its data."""
+    path = Path(config.data)
+    folders = [] if config.data in NAMED else [path if path.is_dir() else path.parent]
+    return [Path(config.init_from), *folders] if config.init_from else folders
 
 
 def open_tokenizer(name: str, near: Sequence[Path] = ()) -> Tokenizer:
@@ -490,19 +485,6 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, limit: int) -> Masked:
     return np.array(ids[:limit], np.int64), np.array(predicted[:limit], bool)
 
 
-def render_chat(messages: Sequence[Mapping[str, str]], reply: bool = True) -> str:
-    """A conversation as `encode_chat` reads it, special tokens by name.
-
-    With `reply` an assistant's turn begins at the end; else the last turn is left open.
-    """
-    from jinja2 import Template  # torch brings it
-
-    text = Template(CHAT_TEMPLATE).render(
-        messages=messages, bos_token=BYTE_SPECIALS[0], add_generation_prompt=reply
-    )
-    return text if reply else text.removesuffix(BYTE_SPECIALS[-1])
-
-
 def _first_file(folder: Path, names: Sequence[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -551,10 +533,8 @@ def _published_gpt2(remedy: str) -> Tokenizer:
 
 
 def _read_vocabulary(file: Path) -> dict[bytes, int]:
-    """Tokens of a file in tiktoken's format, a line "BASE64 NUMBER", numbered in order.
-
-    tiktoken's own reader caches by path: it would read a changed file stale.
-    """
+    """Tokens of a file in tiktoken's format, a line "BASE64 NUMBER", numbered in order."""
+    # tiktoken's own reader caches by path: it would read a changed file stale.
     numbers: dict[bytes, int] = {}
     for line, row in enumerate(Lines(file), 1):
         try:
@@ -575,6 +555,7 @@ def _read_vocabulary(file: Path) -> dict[bytes, int]:
 MAX_LINE = 2**26  # bytes; a longer line is refused without being read
 LINES = (".jsonl", ".jsonl.gz", ".json.gz")
 TEXTS = {".md": "document", ".txt": "paragraph"}  # what is a document of a file in a folder
+READERS = {".json": "from_json", ".parquet": "from_parquet", **dict.fromkeys(TEXTS, "from_text")}
 READABLE = (
     f"JSON lines ({', '.join(LINES)}), .parquet, text (.txt, .md), a folder of one of these "
     "kinds, a JSON array (.json), or a folder that datasets' save_to_disk wrote"
@@ -582,11 +563,7 @@ READABLE = (
 
 
 class Lines:
-    """Lines of a file, gzipped if its name ends in `.gz`: in order, or any of them by its number.
-
-    For the latter a file is mapped into memory, so that all processes hold it once; a gzipped one
-    is first unpacked into the cache. ValueError names the line of an empty or damaged file.
-    """
+    """Lines of a file, gzipped if it ends in `.gz`, in order or by number; errors name the line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -605,42 +582,18 @@ class Lines:
             raise ValueError(f"{self.path}:1: the file is empty")
 
     def __getitem__(self, at: int) -> bytes:
-        content, starts = self._mapped
+        content, starts = self._content
         return content[starts[at] : starts[at + 1]]
 
     @cached_property
-    def _mapped(self) -> tuple[mmap.mmap, np.ndarray]:
-        """The file's bytes, and where each line starts."""
-        file = self.path
-        if file.suffix == ".gz":
-            state = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-            name = f"lines-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
-            file = write_once(name, self._unpack)
-        starts = np.cumsum([0, *map(len, Lines(file))])
-        with open(file, "rb") as opened:
-            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), starts
-
-    def _unpack(self, target: Path) -> None:
-        with open(target, "wb") as out:
-            out.writelines(self)
-
-
-def write_once(name: str, write: Callable[[Path], None]) -> Path:
-    """A file or folder in the cache: one process writes it, whole or not at all; others wait."""
-    from filelock import FileLock
-
-    cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
-    target = cache / name
-    try:
-        if not target.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{target}.lock"), tempfile.TemporaryDirectory(dir=cache) as scratch:
-                if not target.exists():  # the one that held the lock may have written it
-                    write(Path(scratch, "new"))
-                    os.replace(Path(scratch, "new"), target)
-    except OSError as error:
-        raise ValueError(f"{cache}: cannot be written ({error}); set AUTOLOCO_CACHE") from error
-    return target
+    def _content(self) -> tuple[Any, np.ndarray]:
+        """All bytes, and where each line starts; a plain file is mapped: processes share it."""
+        starts = np.cumsum([0, *map(len, self)])
+        if self.path.suffix == ".gz":
+            with gzip.open(self.path) as zipped:
+                return zipped.read(), starts
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), starts
 
 
 def rows_of(shard: Shard) -> Iterator[tuple[int, Any]]:
@@ -657,7 +610,8 @@ def rows_of(shard: Shard) -> Iterator[tuple[int, Any]]:
 def fields_of(shard: Shard, line: int, row: Any) -> dict[str, Any]:
     """A row as an object; a ValueError names file and line."""
     try:
-        row = json.loads(row) if isinstance(row, bytes) else row
+        # A file from Windows may begin with a byte order mark.
+        row = json.loads(row.decode().removeprefix("\ufeff")) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         reason = getattr(error, "msg", error)
         raise ValueError(f"{shard.path}:{line}: not JSON ({reason})") from error
@@ -673,8 +627,7 @@ def document_of(shard: Shard, line: int, row: Any, chat: bool) -> Document:
             content = tuple((message["role"], message["content"]) for message in content)
             if not {role for role, _ in content} <= {"system", "user", "assistant"}:
                 raise TypeError("unknown role")
-        for text in [text for _, text in content] if chat else [content]:
-            text.encode()
+        (content if not chat else "".join(text for _, text in content)).encode()
     except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
         shape = "[{'role': 'system'|'user'|'assistant', 'content': TEXT}, ...]" if chat else "TEXT"
         what = f"no field {field!r} with {shape} in valid Unicode"
@@ -692,26 +645,26 @@ def local_shards(path: Path) -> Files:
     """
     if not path.exists():
         raise ValueError(f"--data {path}: no such file or folder, nor one of {', '.join(NAMED)}")
-    files, found = [path], []
+    groups = {path: [path]}  # the files of each shard
+    found: list[Shard] = []
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         saved = _table(path, "load_from_disk", path)
         splits = saved if isinstance(saved, dict) else {path.name: saved}
-        files, found = [], [Shard(name, f"{path}/{name}", rows) for name, rows in splits.items()]
+        groups, found = {}, [Shard(name, f"{path}/{name}", rows) for name, rows in splits.items()]
     elif path.is_dir():
         files = [f for at in (path, path / "en", path / "data") for f in sorted(at.glob("*"))]
-        lines, tables = ([f for f in files if f.name.endswith(k)] for k in (LINES, ".parquet"))
-        files = lines or tables or [f for f in sorted(path.rglob("*")) if f.suffix in TEXTS]
-    for suffix, unit in TEXTS.items():
-        if own := [str(file) for file in files if file.suffix == suffix]:
-            name, by = (f"*{suffix}", unit) if path.is_dir() else (path.name, "paragraph")
-            table = _table(path, "Dataset.from_text", own, sample_by=by)
-            found.append(Shard(name, str(path), table))
-    for file in files:
-        if file.suffix in (".json", ".parquet"):
-            table = _table(file, f"Dataset.from_{file.suffix[1:]}", str(file))
-            found.append(Shard(file.name, str(file), table))
-        elif file.name.endswith(LINES):
-            found.append(Shard(file.name, str(file), Lines(file)))
+        groups = {f: [f] for f in files if f.name.endswith(LINES)}
+        groups = groups or {f: [f] for f in files if f.suffix == ".parquet"}
+        groups = groups or {path / f"*{kind}": sorted(path.rglob(f"*{kind}")) for kind in TEXTS}
+    for place, files in groups.items():
+        kind, names = place.suffix, [str(file) for file in files]
+        if place.name.endswith(LINES):
+            found.append(Shard(place.name, str(place), Lines(place)))
+        elif kind in READERS and names:
+            unit = TEXTS.get(kind) if path.is_dir() else "paragraph"
+            options = {"sample_by": unit} if kind in TEXTS else {}
+            rows = _table(place, f"Dataset.{READERS[kind]}", names, **options)
+            found.append(Shard(place.name, str(place), rows))
     shards: Files = ([], [])
     for shard in found:
         word = re.search(r"(?<![a-z])(validation|valid|val|test)(?![a-z])", shard.name.lower())
@@ -734,23 +687,20 @@ def _table(path: Path, reader: str, files: Any, **options: Any) -> Any:
 def hub_shards(data: str, facts: Facts, revision: str = "") -> Files:
     """Training and validation shards of C4 (en, streams) or UltraChat-200k (tables) on the hub.
 
-    `facts` gets the revision: the given one, or the latest. ValueError: the hub cannot be reached;
-    who names C4 gets C4 or this line, at once.
+    `facts` gets the revision: the given one, or the latest. Who names C4 gets C4, or one line.
     """
     from huggingface_hub import constants
 
     streamed, repo = data == "c4", HUB[data]
     message = f"--data {data}: {{}}; --data PATH reads local files of the same layout"
     shards: Files = ([], [])
-    if revision:
-        facts["revision"] = revision
     try:
         if not constants.HF_HUB_OFFLINE:  # offline, a table may still be in the hub's own cache
             latest = reach(f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha", message)
-            facts["revision"] = revision or latest.json()["sha"]
+            revision = revision or latest.json()["sha"]
         import datasets  # takes 1 to 6 s, so after the check
 
-        options = {"streaming": streamed, "revision": facts.get("revision")}
+        options = {"streaming": streamed, "revision": revision or None}
         splits = ("train", "validation") if streamed else ("train_sft", "test_sft")
         for part, split in zip(shards, splits, strict=True):
             rows = datasets.load_dataset(repo, "en" if streamed else None, split=split, **options)
@@ -764,6 +714,7 @@ def hub_shards(data: str, facts: Facts, revision: str = "") -> Files:
     except (OSError, KeyError) as error:  # as the hub's errors are; not the hub that answered
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).split("\n")[0]
         raise ValueError(message.format(f"{repo} could not be reached ({reason})")) from error
+    facts |= {"revision": revision} if revision else {}
     return shards
 
 
@@ -785,13 +736,10 @@ def open_source(config: Any, revision: str = "") -> Source:
 
     Of `config` (train.Config) it reads data, tokenizer, init_from, seq_len, batch_size, workers,
     seed, partition, val_documents and long_documents. Local data hold conversations where their
-    first row has `messages`. ValueError: the user's mistake in one line.
+    first row has `messages`.
     """
-    data, path = config.data, Path(config.data)
-    near = [Path(config.init_from)] if config.init_from else []  # the weights know that tokenizer
-    if data not in NAMED:
-        near.append(path if path.is_dir() else path.parent)
-    tokenizer = open_tokenizer(config.tokenizer, near)
+    data = config.data
+    tokenizer = open_tokenizer(config.tokenizer, tokenizer_folders(config))
     name = f"{tokenizer.name} from {tokenizer.file}" if tokenizer.file else tokenizer.name
     facts: Facts = {"data": data, "partition": config.partition}
     facts |= {"tokenizer": name, "vocab_size": tokenizer.vocab_size}
@@ -802,7 +750,7 @@ def open_source(config: Any, revision: str = "") -> Source:
         facts |= json.loads((corpus / "corpus.json").read_text())
         training, held = local_shards(corpus / data)
     else:
-        training, held = local_shards(path)
+        training, held = local_shards(Path(data))
     chat = NAMED.get(data, False)
     if data not in NAMED:
         line, row = next(rows_of(training[0]), (1, b""))
@@ -844,12 +792,13 @@ PACKAGES = (
 SKIPPED = {"tests", "test", "testing", "_vendor", "_inductor", "_dynamo", "_functorch", "_export"}
 RECORD = 96  # bytes; a record ends with the paragraph that reaches them
 LETTERS = 24  # fewest letters of a record
-VALIDATION = 13 / 256  # share of the modules
+VALIDATION = 13  # of 256 modules
 RECORDED_SHA256 = {  # of the texts that the recorded results were trained on
     "docstrings": "ecf5024a5b4aaf1aa08854cc65d2024fb3cc77a08fe54ef1ec262c17fa1df393",
     "doctests": "b0c1d161b699e63d5990f9da75507d526208679b0cdea280a2281a316e7c340e",
 }
 FILES = {"docstrings": ("text", "json.gz", 4), "doctests": ("messages", "jsonl.gz", 1)}
+SPLITS = ("train", "validation")
 
 
 def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
@@ -865,11 +814,24 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
         raise ValueError(
             f"--data docstrings reads the package {error.name}: pip install -r requirements.txt"
         ) from error
+    from filelock import FileLock
+
     # The Python version decides what a source file parses to.
     python = ".".join(platform.python_version_tuple()[:2])
     about = {"corpus_version": CORPUS_VERSION, "python": python, "packages": versions}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-    return write_once(f"texts-{key}", lambda root: _write_corpus(root, about))
+    cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
+    target = cache / f"texts-{key}"
+    try:
+        if not target.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"), tempfile.TemporaryDirectory(dir=cache) as scratch:
+                if not target.exists():  # the process that held the lock may have written it
+                    _write_corpus(Path(scratch, "new"), about)
+                    os.replace(Path(scratch, "new"), target)
+    except OSError as error:
+        raise ValueError(f"{cache}: cannot be written ({error}); set AUTOLOCO_CACHE") from error
+    return target
 
 
 def _write_corpus(root: Path, about: dict[str, Any]) -> None:
@@ -877,42 +839,41 @@ def _write_corpus(root: Path, about: dict[str, Any]) -> None:
     gc.disable()  # a syntax tree is millions of objects and no garbage: a third of the time
     packages = ", ".join(about["packages"])
     print(f"building the text of the tiny recipes, once: docstrings of {packages}", file=sys.stderr)
-    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {kind: ({}, {}) for kind in FILES}
+    found: dict[tuple[str, str], dict[str, Any]] = {(k, s): {} for k in FILES for s in SPLITS}
     seen = set()
     for package, version in about["packages"].items():
         for module, name, docstring in _docstrings(package):
             # Split before the cut, so that neighbours land on one side; a module's hash does not
             # change when other modules come and go.
-            split = hashlib.sha256(module.encode()).digest()[0] < VALIDATION * 256
+            split = SPLITS[hashlib.sha256(module.encode()).digest()[0] < VALIDATION]
             url = f"docstring://{package}/{version}/{module}#{name}"
-            texts: list[tuple[str, str, Any]]
-            texts = [("docstrings", record, record) for record in _records(docstring)]
-            if messages := _conversation(docstring):
-                text = "\n".join(message["content"] for message in messages)
-                texts.append(("doctests", text, messages))
-            for kind, text, content in texts:
-                letters = kind + re.sub(r"[\W\d_]+", "", text).lower()
-                if len(letters) >= len(kind) + LETTERS and letters not in seen:
-                    seen.add(letters)
+            messages = _conversation(docstring)
+            said = "\n".join(message["content"] for message in messages)
+            records: list[tuple[str, str, Any]] = [
+                ("docstrings", r, r) for r in _records(docstring)
+            ]
+            for kind, text, content in [*records, ("doctests", said, messages)]:
+                letters = re.sub(r"[\W\d_]+", "", text).lower()
+                if len(letters) >= LETTERS and (kind, letters) not in seen:
+                    seen.add((kind, letters))
                     row = {FILES[kind][0]: content, "timestamp": "1970-01-01T00:00:00Z", "url": url}
-                    found[kind][split][text] = row
+                    found[kind, split][text] = row
     counts: dict[str, Any] = {}
     for kind, (_, suffix, files) in FILES.items():
         (root / kind).mkdir(parents=True)
         digest = hashlib.sha256()  # of the texts alone: a url has the exact version
-        for text in _near_copies(found[kind][1], found[kind][0]):
-            del found[kind][1][text]
-        for rows, split_name, shards in zip(
-            found[kind], ("train", "validation"), (files, 1), strict=True
-        ):
+        training, held = (found[kind, split] for split in SPLITS)
+        for text in _near_copies(held, training):
+            del held[text]
+        for split, rows, shards in (("train", training, files), ("validation", held, 1)):
             # Ordered by hash: a shuffle without a generator, so that the first n are a fair sample.
-            texts_in_order = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
-            counts[f"{kind}_{split_name}"] = len(rows)
-            digest.update("\0".join(texts_in_order).encode())
+            texts = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
+            counts[f"{kind}_{split}"] = len(texts)
+            digest.update("\0".join(texts).encode())
             for at in range(shards):
-                file = root / kind / f"{kind}-{split_name}.{at:05d}-of-{shards:05d}.{suffix}"
+                file = root / kind / f"{kind}-{split}.{at:05d}-of-{shards:05d}.{suffix}"
                 with open(file, "wb") as raw, gzip.GzipFile("", "wb", 1, raw, mtime=0) as out:
-                    for text in texts_in_order[at::shards]:
+                    for text in texts[at::shards]:
                         out.write(json.dumps(rows[text], ensure_ascii=False).encode() + b"\n")
         counts[f"{kind}_sha256"] = digest.hexdigest()
     gc.enable()

@@ -80,12 +80,7 @@ def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.S
             save_checkpoint(run, ranks, workers)
             return False
         measured = workers.synchronise(plan)  # Delta_k, D_t, C_t; theta, m
-        seen = autoloco.Observation(
-            measured.values["drift"],
-            measured.values["coherence"],
-            autoloco.exposure(rules, plan.step, plan.steps),
-            measured.tokens,
-        )
+        seen = autoloco.observe(rules, plan, measured.values, measured.tokens)
         run.state, decision = autoloco.complete(rules, run.state, plan, seen)
         # ALL RANKS: the same weights, or the run is no longer one.
         bits = f"{diloco.checksum(workers.shared):016x}"

@@ -2370,7 +2370,8 @@ def fsdp_against_one_process() -> dict[str, Any]:
             workers, records = trained(replace(config, **options), ranks)
             differences.append(float((records - expected).abs().max()))
             for p, q in zip(workers.parameters, whole.parameters, strict=True):
-                differences.append(float((p.full_tensor() - q).detach().abs().max())  # type: ignore[attr-defined])
+                full: Any = p.detach()
+                differences.append(float((full.full_tensor() - q.detach()).abs().max()))
         # What FSDP2 computes with is the memory that a synchronisation writes to.
         for flat, p in zip(workers.replicas[0].local, workers.parameters, strict=True):
             aliased &= flat.data_ptr() == diloco.local_tensor(p).data_ptr()

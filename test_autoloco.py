@@ -2156,7 +2156,7 @@ def ddp_beside_a_store(hangs: bool) -> tuple[list[str], int, float, int]:
         gathers.append(values.numel())
         return gather(values)
 
-    ranks.gather = counting  # type: ignore[method-assign]
+    ranks.gather = counting
     before, began = len(stores[0].calls), time.monotonic()
     local_phase(workers, plan_of(40, 1))
     calls, seconds = stores[0].calls[before:], time.monotonic() - began

@@ -55,6 +55,8 @@ import model
 import quant
 from model import ModelConfig
 
+Scores = dict[str, float]
+
 # ---------------------------------------------------------------- the algorithm box (B.5)
 
 
@@ -64,7 +66,7 @@ def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.S
     while run.state.step < rules.steps:
         # The first rank's plan, so that no library's last bit parts the ranks: H_t, rho, mu, kappa.
         plan = ranks.share(autoloco.plan(rules, run.state))
-        run.starts(ranks)
+        run.starts()
         if not any(workers.done):
             workers.begin(plan.steps)
         for step in range(plan.step + min(workers.done), plan.step + plan.steps):
@@ -75,7 +77,7 @@ def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.S
                 if workers.done[index] <= step - plan.step:  # ahead only after a resume
                     workers.step(index, source.batch(worker, step), lr)  # nothing travels
             run.show(step + 1, plan)
-        run.local_phase_ends(ranks)
+        run.local_phase_ends()
         if ranks.any(ranks.stopping):  # ALL RANKS: one reduction ends every local phase
             save_checkpoint(run, ranks, workers)
             return False
@@ -90,7 +92,7 @@ def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.S
         every = run.config.eval_every
         score = every and plan.interval % every == 0 and not last
         found = validate(workers.model, source, ranks, run.config.dtype) if score else {}
-        run.log(ranks, plan, measured, row | {"checksum": bits}, found)
+        run.log(plan, measured, row | {"checksum": bits}, found)
         if last or (plan.interval % run.config.checkpoint_every == 0 and not run.bad):
             save_checkpoint(run, ranks, workers)
     return True
@@ -99,7 +101,7 @@ def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.S
 @torch.no_grad()
 def validate(
     network: torch.nn.Module, source: data.Source, ranks: diloco.Ranks, dtype: str
-) -> dict[str, float]:
+) -> Scores:
     """Token-averaged negative log-likelihood of the synchronised model on the validation documents
     (E.1): `val_loss` in nats a token, `bits_per_byte`, `val_tokens`.
 
@@ -148,6 +150,35 @@ METHODS = {
     "ddp": Method(diloco.fixed_schedule, workers=diloco.DataParallel, defaults={"wire": "fp32"}),
 }
 
+# What each recipe changes; the command line overrides it. C4: AdamW's numbers are A17, the outer
+# step's A14 and A15; 80 GB hold 32 sequences at a time.
+_C4: dict[str, Any] = dict(
+    model="215m", data="c4", tokenizer="gpt2", seq_len=1024, val_documents=4096,
+    workers=8, batch_size=128, micro_batch=32, steps=50_000, warmup=1000, lr=4e-4,
+    base_horizon=500, outer_momentum=0.9, max_step_scale=2.0,
+    wire="bf16", dtype="bf16", compile=True,
+)  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "tiny-sft": dict(
+        data="doctests", seq_len=256, steps=600, warmup=20, lr=5e-4, base_horizon=10,
+        normalise=True, wire="bf16",
+    ),
+    "c4-215m": _C4,
+    "c4-215m-ablation": _C4 | dict(workers=4, outer_momentum=0.7),  # A25
+    # One GPU of 24 GB, all workers on it; give --data PATH for local files.
+    "one-gpu": _C4 | dict(
+        model="85m", workers=4, batch_size=16, micro_batch=16, val_documents=1024,
+        steps=5000, warmup=200, lr=6e-4, base_horizon=100,
+    ),
+    # Global batches of 32: --batch-size 2 with 16 workers. The inner rate is A18, its warm-up A6.
+    "ultrachat-8b": _C4 | dict(
+        model="llama3.1-8b", data="ultrachat", tokenizer="llama3", seq_len=2048,
+        val_documents=1000, batch_size=4, micro_batch=0, steps=6490, warmup=200, lr=1e-5,
+        base_horizon=100, normalise=True,
+    ),
+}  # fmt: skip
+
 # Where a knob has an effect; elsewhere giving it warns.
 NEEDS: dict[str, Callable[[Config], bool]] = {
     "--dry-run": lambda config: config.dry_run,
@@ -170,7 +201,7 @@ def knob(default: Any, words: str, **about: Any) -> Any:
 class Config:
     """Every knob of a run, as the command line names them."""
 
-    recipe: str = knob("tiny", "named set of defaults", group="what runs")
+    recipe: str = knob("tiny", "named set of defaults", choices=RECIPES, group="what runs")
     method: str = knob("autoloco", "how workers synchronise", choices=METHODS)
     name: str = knob("", "run folder runs/NAME; by default RECIPE-METHOD-SEED", free=True)
     seed: int = knob(0, "of initial weights and order of documents", least=0, most=2**63 - 1)
@@ -234,9 +265,8 @@ class Config:
         """Check every value; nothing exists yet that a mistake could damage."""
         for one in fields(self):
             value, about = getattr(self, one.name), one.metadata
-            choices = RECIPES if one.name == "recipe" else about.get("choices", ())
-            if choices and value not in choices:
-                raise ValueError(f"{flag(one.name)} {unknown(value, choices)}")
+            if value not in about.get("choices", [value]):
+                raise ValueError(f"{flag(one.name)} {unknown(value, about['choices'])}")
             least, most = about.get("least", -math.inf), about.get("most", 10**9)
             if isinstance(value, int | float) and not least <= value <= most:
                 raise ValueError(f"{flag(one.name)} {value}: from {least:g} to {most:g}")
@@ -301,34 +331,6 @@ class Config:
         return verdicts
 
 
-# What each recipe changes; the command line overrides it. C4: AdamW's numbers are A17, the outer
-# step's A14 and A15; 80 GB hold 32 sequences at a time.
-_C4: dict[str, Any] = dict(
-    model="215m", data="c4", tokenizer="gpt2", seq_len=1024, val_documents=4096,
-    workers=8, batch_size=128, micro_batch=32, steps=50_000, warmup=1000, lr=4e-4,
-    base_horizon=500, outer_momentum=0.9, max_step_scale=2.0,
-    wire="bf16", dtype="bf16", compile=True,
-)  # fmt: skip
-RECIPES: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    "tiny-sft": dict(
-        data="doctests", seq_len=256, steps=600, warmup=20, lr=5e-4, base_horizon=10,
-        normalise=True, wire="bf16",
-    ),
-    "c4-215m": _C4,
-    "c4-215m-ablation": _C4 | dict(workers=4, outer_momentum=0.7),  # A25
-    # One GPU of 24 GB, all workers on it; give --data PATH for local files.
-    "one-gpu": _C4 | dict(
-        model="85m", workers=4, batch_size=16, micro_batch=16, val_documents=1024,
-        steps=5000, warmup=200, lr=6e-4, base_horizon=100,
-    ),
-    # Global batches of 32: --batch-size 2 with 16 workers. The inner rate is A18, its warm-up A6.
-    "ultrachat-8b": _C4 | dict(
-        model="llama3.1-8b", data="ultrachat", tokenizer="llama3", seq_len=2048,
-        val_documents=1000, batch_size=4, micro_batch=0, steps=6490, warmup=200, lr=1e-5,
-        base_horizon=100, normalise=True,
-    ),
-}  # fmt: skip
 RESUME_MAY_CHANGE = {one.name for one in fields(Config) if one.metadata.get("free")}
 
 
@@ -337,11 +339,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def nearest(value: str, allowed: Iterable[str]) -> str:
+    """Words that ask whether the nearest name was meant, if one is near."""
+    return "".join(f", did you mean {n}?" for n in difflib.get_close_matches(value, [*allowed], 1))
+
+
 def unknown(value: str, allowed: Iterable[str]) -> str:
-    """Words for a value that is none of the allowed ones; names the nearest."""
-    near = difflib.get_close_matches(value, list(allowed), 1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    return f"{value!r}: unknown{hint} (one of {', '.join(allowed)})"
+    """Words for a value that is none of the allowed ones."""
+    return f"{value!r}: unknown{nearest(value, allowed)} (one of {', '.join(allowed)})"
 
 
 # ---------------------------------------------------------------- cost before you pay
@@ -356,9 +361,10 @@ def diloco_payload(config: Config) -> int:
     return payload(replace(config, wire=wire)) * math.ceil(config.steps / config.base_horizon)
 
 
-def totals(config: Config, intervals: Sequence[int], sent: int) -> dict[str, Any]:
-    """The keys that a summary and the last line of a dry run share."""
+def totals(config: Config, intervals: Sequence[int]) -> dict[str, Any]:
+    """What a summary, the last line of a dry run and its rows share."""
     steps = [1] * sum(intervals) if config.method == "ddp" else list(intervals)
+    sent = payload(config) * len(steps)
     return {
         "synchronisations": len(steps),
         "intervals": diloco.run_lengths(steps),
@@ -395,9 +401,7 @@ def step_flops(size: ModelConfig, sequences: int, length: int) -> float:
 
 
 def step_seconds(config: Config) -> float:
-    """Estimate of an inner step: --step-seconds, or the FLOPs of one GPU's rows at a sustained
-    rate, a third more with activation checkpointing.
-    """
+    """An inner step: --step-seconds, or its FLOPs on a GPU; a third more where it recomputes."""
     rows = math.ceil(config.batch_size / config.ranks_per_worker)
     again = 4 / 3 if config.activation_checkpointing else 1.0
     flops = step_flops(config.shape, rows, config.seq_len) * again
@@ -451,8 +455,8 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     }
 
 
-def compare_methods(config: Config, walked: Sequence[autoloco.Plan]) -> dict[str, dict[str, float]]:
-    """Cost of every method on the link of --link-gbps and --link-ms, by method.
+def compare_methods(config: Config) -> dict[str, dict[str, Any]]:
+    """Totals and cost of every method on the link of --link-gbps and --link-ms, by method.
 
         hours = synchronisations (payload 8 / rate + delay) / 3600
         utilisation = computing / (computing + hours)
@@ -460,26 +464,21 @@ def compare_methods(config: Config, walked: Sequence[autoloco.Plan]) -> dict[str
     The other methods take their intervals from the same base horizon.
     """
     computing = config.steps * step_seconds(config) / 3600
-    table: dict[str, dict[str, float]] = {}
+    table = {}
     for name, method in METHODS.items():
-        other, plans = config, walked
+        other = config
         if name != config.method:
             try:
                 changes = {"method": name, "horizons": "", "verdicts": "", **method.defaults}
                 other = replace(config, **changes)
             except ValueError:
                 continue  # a ladder that does not fit is no mistake in a run without the controller
-            plans = [planned for planned, _ in autoloco.simulate(other.rules)]
-        each, count = payload(other), config.steps if name == "ddp" else len(plans)
-        hours = count * (each * 8 / (config.link_gbps * 1e9) + config.link_ms / 1e3) / 3600
-        table[name] = {
-            "synchronisations": count,
-            "payload_bytes": each * count,
-            "saved": 1 - each * count / diloco_payload(config),
-            "hours": hours,
-            "total_hours": computing + hours,
-            "utilisation": computing / (computing + hours),
-        }
+        walked = autoloco.simulate(other.rules, other.replaced_verdicts)
+        row = totals(other, [planned.steps for planned, _ in walked])
+        seconds = row["payload_bytes"] * 8 / (config.link_gbps * 1e9)
+        hours = (seconds + row["synchronisations"] * config.link_ms / 1e3) / 3600
+        row |= {"hours": hours, "total_hours": computing + hours}
+        table[name] = row | {"utilisation": computing / row["total_hours"]}
     return table
 
 
@@ -488,11 +487,10 @@ def dry_run(config: Config) -> dict[str, Any]:
     where every verdict supports; returns the same as a JSON-ready object.
     """
     walked = list(autoloco.simulate(config.rules, config.replaced_verdicts))
-    methods = compare_methods(config, [planned for planned, _ in walked])
+    methods = compare_methods(config)
     count, S = model.parameter_count(config.shape), config.ranks_per_worker
     positions = config.steps * config.workers * config.batch_size * config.seq_len
-    sent = int(methods[config.method]["payload_bytes"])
-    result = totals(config, [planned.steps for planned, _ in walked], sent)
+    result = totals(config, [planned.steps for planned, _ in walked])
     source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s, as on a large GPU"
     shown = {
         "recipe": f"{config.recipe}, method {config.method}",
@@ -531,11 +529,7 @@ def dry_run(config: Config) -> dict[str, Any]:
 
 
 def saved_words(saved: float) -> str:
-    """Payload against DiLoCo's, in words that need no thought.
-
-    >>> saved_words(0.27), saved_words(-19)
-    ('27.0 % less', "20 x DiLoCo's")
-    """
+    """Payload against DiLoCo's: 0.27 is "27.0 % less", -19 is "20 x DiLoCo's"."""
     if saved < -0.5:
         return f"{1 - saved:,.0f} x DiLoCo's"
     return f"{100 * abs(saved):.1f} % {'less' if saved >= 0 else 'more'}"
@@ -551,13 +545,11 @@ WRITES = re.compile(  # paths of all that a run writes
 
 
 class Run:
-    """A run folder and where the run stands: the controller's state, which is what its log says.
+    """A run folder, which rank 0 writes, and where the run stands, which is what its log says."""
 
-    Rank 0 writes: a row a step and a row a synchronisation.
-    """
-
-    def __init__(self, config: Config, rank: int, local: int) -> None:
-        self.config, self.folder, self.writes = config, config.folder, rank == 0
+    def __init__(self, config: Config, ranks: diloco.Ranks, visible: bool) -> None:
+        self.config, self.folder, self.ranks = config, config.folder, ranks
+        self.writes, self.visible, self.bar = ranks.rank == 0, visible, tqdm(disable=True)
         self.state = autoloco.start(config.rules)
         self.rows: list[dict[str, Any]] = []  # of intervals
         self.unfinished = {"seconds": 0.0, "sent_bytes": 0}  # of this interval, before a stop
@@ -565,7 +557,6 @@ class Run:
         self.payload = payload(config)
         self.began = self.ended = 0.0  # seconds, of the local phase
         self.sent = 0  # bytes, before it
-        self.visible, self.bar = local == 0, tqdm(disable=True)
         self.wandb: Any = None
 
     @property
@@ -584,16 +575,16 @@ class Run:
         about = {"id": number, "resume": "allow", "config": asdict(self.config)}
         self.wandb = wandb.init(project=self.config.wandb, **about)
 
-    def starts(self, ranks: diloco.Ranks) -> None:
+    def starts(self) -> None:
         """An interval starts, or goes on after a resume."""
         self.began = time.perf_counter() - self.unfinished["seconds"]
-        self.sent = ranks.bytes_sent - int(self.unfinished["sent_bytes"])
+        self.sent = self.ranks.bytes_sent - int(self.unfinished["sent_bytes"])
 
-    def local_phase_ends(self, ranks: diloco.Ranks) -> None:
+    def local_phase_ends(self) -> None:
         """Note the seconds; a GPU's unfinished kernels belong to the local phase."""
-        if ranks.device.type == "cuda":
+        if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
-        self.ended, sent = time.perf_counter(), ranks.bytes_sent - self.sent
+        self.ended, sent = time.perf_counter(), self.ranks.bytes_sent - self.sent
         self.unfinished = {"seconds": self.ended - self.began, "sent_bytes": sent}
 
     def show(self, step: int, plan: autoloco.Plan) -> None:
@@ -608,12 +599,7 @@ class Run:
         self.bar.update()
 
     def log(
-        self,
-        ranks: diloco.Ranks,
-        plan: autoloco.Plan,
-        measured: diloco.Measured,
-        row: dict[str, Any],
-        found: dict[str, float],
+        self, plan: autoloco.Plan, measured: diloco.Measured, row: dict[str, Any], found: Scores
     ) -> None:
         """Append what an interval measured and decided; a row of metrics a step, whose loss is the
         token-weighted mean over all workers. Failure after too many bad intervals.
@@ -628,7 +614,7 @@ class Run:
         times = plan.steps if self.config.method == "ddp" else 1
         row |= {
             "payload_bytes": self.payload * times,
-            "sent_bytes": ranks.bytes_sent - self.sent,
+            "sent_bytes": self.ranks.bytes_sent - self.sent,
             "excluded": list(measured.excluded),
             "local_seconds": self.ended - self.began,
             "sync_seconds": time.perf_counter() - self.ended,
@@ -638,10 +624,6 @@ class Run:
         self.loss = last_mean([one["loss"] for one in steps], len(steps))
         self.append("metrics", steps)
         self.append("intervals", [row])
-        for one in steps if self.wandb else ():
-            self.wandb.log(one, step=one["step"])
-        if self.wandb:
-            self.wandb.log(row, step=row["step"])
         if found and self.visible:
             self.bar.write(f"step {row['step']}: validation loss {found['val_loss']:.4f}")
         if self.bad >= self.config.max_bad_intervals:
@@ -650,7 +632,7 @@ class Run:
                 f"{row['excluded']}: the run diverges, try a lower --lr than {self.config.lr}"
             )
 
-    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to a log; a number that is not finite is null."""
         if self.writes:
             path = self.folder / f"{name}.jsonl"
@@ -659,26 +641,8 @@ class Run:
                     file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
             except OSError as error:
                 raise OSError(f"{path}: {error.strerror}") from None
-
-    def summary(self, measured: Mapping[str, float]) -> dict[str, Any]:
-        """Totals of the log, and the final losses."""
-        metrics = read_rows(self.folder / "metrics.jsonl")
-        losses = [math.nan if row["loss"] is None else row["loss"] for row in metrics]
-        count, whole = (
-            max(1, len(losses) // 50),
-            {
-                name: sum(row[name] for row in self.rows)
-                for name in ("payload_bytes", "sent_bytes", "local_seconds", "sync_seconds")
-            },
-        )
-        executed = [row["steps"] for row in self.rows]
-        return totals(self.config, executed, whole["payload_bytes"]) | {
-            "sent_bytes": whole["sent_bytes"],  # by rank 0
-            "train_loss": last_mean(losses, count),  # of the last 2 % of steps
-            "val_loss": measured["val_loss"],
-            "bits_per_byte": measured["bits_per_byte"],
-            "seconds": round(whole["local_seconds"] + whole["sync_seconds"], 1),
-        }
+        for row in rows if self.wandb else ():
+            self.wandb.log(row, step=row["step"])
 
 
 def last_mean(losses: Sequence[float], count: int) -> float:
@@ -695,46 +659,49 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file; ValueError names it."""
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What goes wrong with a file of a run is a ValueError that begins with its path."""
     try:
-        return json.loads(path.read_text())
+        yield
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError(f"{path}: damaged, not JSON") from None
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """A log's rows; a torn last line is left out. ValueError names the file."""
-    try:
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    except (OSError, ValueError, RecursionError):
-        raise ValueError(f"{path}: missing or damaged") from None
-
-
-def load_config(folder: Path) -> Config:
-    """The config that a run was started with; a knob that it lacks takes its default, which is what
-    the run did. ValueError names the file.
-    """
-    path = folder / "config.json"
-    try:
-        saved = read_json(path)["config"]
-        facts = read_facts(folder) if (folder / "env.json").exists() else {}
-        if facts.get("config_sha256", digest := sha256(path)) != digest:
-            raise ValueError("changed since the run began; env.json has its checksum")
-        if strange := set(saved) - {one.name for one in fields(Config)}:
-            raise ValueError(f"unknown {min(strange)}, of another version of this program")
-        return Config(**(saved | {"resume": False, "overwrite": False}))
+    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
     except ValueError as error:
         words = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: {words}") from None
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: damaged") from None
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file."""
+    with naming(path):
+        return json.loads(path.read_text())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A log's rows; a torn last line is left out."""
+    with naming(path):
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def load_config(folder: Path) -> Config:
+    """The config of a run's start; a knob that it lacks takes its default, as the run did."""
+    path = folder / "config.json"
+    whole = read_json(path)
+    facts = read_facts(folder) if (folder / "env.json").exists() else {}
+    with naming(path):
+        if facts.get("config_sha256", digest := sha256(path)) != digest:
+            raise ValueError("changed since the run began; env.json has its checksum")
+        if strange := set(whole["config"]) - {one.name for one in fields(Config)}:
+            raise ValueError(f"unknown {min(strange)}, of another version of this program")
+        return Config(**(whole["config"] | {"resume": False, "overwrite": False}))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What `environment` wrote; ValueError names the file."""
+    """What `begin` wrote to env.json."""
     facts = read_json(folder / "env.json")
     if not isinstance(facts, dict) or not isinstance(facts.get("data"), dict):
         raise ValueError(f"{folder / 'env.json'}: damaged")
@@ -744,16 +711,15 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all, through to the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        to_disk(file.fileno())
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    to_disk(temporary)
     temporary.replace(path)
 
 
-def to_disk(descriptor: int) -> None:
+def to_disk(path: Path) -> None:
     """fsync, where the file system can."""
-    with suppress(OSError):
-        os.fsync(descriptor)
+    with open(path, "rb") as file, suppress(OSError):
+        os.fsync(file.fileno())
 
 
 def sha256(path: Path, size: int = -1) -> str:
@@ -771,22 +737,6 @@ def program_sha256() -> str:
     return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()
 
 
-def environment(folder: Path, ranks: diloco.Ranks, source: data.Source) -> dict[str, Any]:
-    """Versions, hardware, corpus and a hash of the program: what a rerun would have to match."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name() if ranks.device.type == "cuda" else None,
-        "threads": torch.get_num_threads(),
-        "ranks": ranks.world,
-        "began": int(time.time()),
-        "source_sha256": program_sha256(),
-        "config_sha256": sha256(folder / "config.json"),
-        "data": source.facts,
-    }
-
-
 def launch_name() -> str:
     """Names this launch, the same after a restart by torchrun; empty under plain python."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -795,12 +745,10 @@ def launch_name() -> str:
 
 @contextmanager
 def owned(config: Config) -> Iterator[bool]:
-    """Own the run folder until the end; yields whether an earlier run is continued.
-
-    Whoever neither makes the folder nor holds its lock touches nothing in it. A run that ends
-    before its first log takes away what it wrote.
+    """Own the run folder until the end; yields whether an earlier run is continued. Whoever neither
+    makes it nor holds its lock touches nothing. What ends before its first log leaves nothing.
     """
-    folder, resumes, new, locked = config.folder, config.resume, True, False
+    folder, resumes, new, locked = config.folder, config.resume, False, False
     # torchrun repeats the command line: a restart continues the run of this launch, and no other.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and launch_name():
         with suppress(ValueError, KeyError, TypeError):
@@ -808,10 +756,9 @@ def owned(config: Config) -> Iterator[bool]:
                 resumes = bool(checkpoints(folder))
                 config = replace(config, overwrite=not resumes)
     try:
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            new = False
+            new = True
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # not every file system has locks
             try:
@@ -850,12 +797,6 @@ def check_only_a_run(folder: Path) -> None:
             raise ValueError(f"--overwrite: {path} is {words}")
 
 
-def clear(folder: Path) -> None:
-    """Delete an earlier run, after `check_only_a_run`."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -878,12 +819,11 @@ def own_files(config: Config, ranks: diloco.Ranks) -> dict[str, int | None]:
     return files
 
 
-def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> str:
-    """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval; returns its name.
+def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+    """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval; the last two are kept.
 
     Every rank writes its files; when all have, rank 0 writes the manifest and renames the folder,
-    so a checkpoint is whole or not there. The last two are kept. OSError on all ranks where one
-    could not write: the earlier checkpoints stay.
+    so a checkpoint is whole or not there. OSError on all ranks where one could not write.
     """
     parent, files, problem = run.folder / "checkpoint", {}, ""
     partial = parent / "partial"
@@ -899,24 +839,24 @@ def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> s
             state = workers.shared_state() if row is None else workers.worker_state(row)
             host = {key: tensor.cpu().contiguous() for key, tensor in state.items()}
             save_file(host, partial / name)
-            with open(partial / name, "rb") as file:
-                to_disk(file.fileno())
+            to_disk(partial / name)
             files[name] = sha256(partial / name)
     except (OSError, SafetensorError) as error:
         problem = f"{partial}: {getattr(error, 'strerror', None) or error}"
     found = ranks.gather_objects((files, problem, max(workers.done)))
-    if problems := [problem for _, problem, _ in found if problem]:
+    every, problems, done = zip(*found, strict=True)
+    if any(problems):
         kept = "".join(f"; {path.name} stays" for path in checkpoints(run.folder)[:1])
-        raise OSError(f"{problems[0]}: not saved{kept}")
-    target = parent / f"step-{run.state.step + max(done for _, _, done in found):08d}"
+        raise OSError(f"{next(filter(None, problems))}: not saved{kept}")
+    target = parent / f"step-{run.state.step + max(done):08d}"
     if ranks.rank == 0:
         logs = {}
         for name in LOGS:
-            with open(run.folder / f"{name}.jsonl", "rb") as file:
-                to_disk(file.fileno())
-                logs[name] = [os.fstat(file.fileno()).st_size, sha256(Path(file.name))]
+            log = run.folder / f"{name}.jsonl"
+            to_disk(log)
+            logs[name] = [log.stat().st_size, sha256(log)]
         manifest = {
-            "files": {name: digest for own, _, _ in found for name, digest in own.items()},
+            "files": {name: digest for own in every for name, digest in own.items()},
             "logs": logs,  # bytes and checksum up to here
             "unfinished": run.unfinished,
         }
@@ -928,115 +868,89 @@ def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> s
         partial.rename(target)
         for old in (before, *checkpoints(run.folder)[2:]):
             shutil.rmtree(old, ignore_errors=True)
-    return target.name
 
 
-def read_manifest(path: Path, config: Config) -> dict[str, Any]:
-    """A checkpoint's manifest, checked against the run's config and logs; ValueError names a file.
-
-    Which files must be there follows from the run, not from the manifest.
-    """
-    folder, manifest = path.parent.parent, read_json(path / "manifest.json")
-    shards = range(config.ranks_per_worker)
-    names = ["shared", *(f"worker-{worker:02d}" for worker in range(config.workers))]
-    try:
-        for name in [tensor_file(config, name, shard) for name in names for shard in shards]:
-            if len(manifest["files"][name]) != 64:
-                raise ValueError(f"{path / 'manifest.json'}: damaged")
-        for name in LOGS:
-            size, digest = manifest["logs"][name]
-            log = folder / f"{name}.jsonl"
+def read_manifest(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """A checkpoint's manifest, if both logs and the files `names`, which the run needs, agree."""
+    file = path / "manifest.json"
+    with naming(file):
+        manifest: dict[str, Any] = read_json(file)
+        if missing := set(names) - set(manifest["files"]):
+            raise ValueError(f"has no {min(missing)}")
+        logs = {path.parent.parent / f"{name}.jsonl": manifest["logs"][name] for name in LOGS}
+    for log, entry in logs.items():
+        with naming(log):
+            size, digest = entry
             if log.stat().st_size < size or sha256(log, size) != digest:
-                raise ValueError(f"{log}: changed since {path.name}, which holds its checksum")
-        return dict(manifest)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path / 'manifest.json'}: damaged ({error})") from None
-    except OSError as error:
-        raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from None
+                raise ValueError(f"changed since {path.name}, which holds its checksum")
+    for name in names:
+        with naming(path / name):
+            if sha256(path / name) != manifest["files"][name]:
+                raise ValueError("checksum differs")
+    return manifest
 
 
-def verified(path: Path, manifest: Mapping[str, Any]) -> Path:
-    """A file of a checkpoint whose checksum is right; ValueError names it."""
-    try:
-        if sha256(path) == manifest["files"].get(path.name):
-            return path
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    raise ValueError(f"{path}: checksum differs")
-
-
-def latest(folder: Path, problem: Callable[[Path], str], speaks: bool = True) -> Path:
-    """The latest checkpoint in which there is no problem; one that has is said and passed over.
-    ValueError: there is none.
-    """
+def latest(folder: Path, check: Callable[[Path], Any], speaks: bool = True) -> Path:
+    """The latest checkpoint that passes a check; one that does not is said and passed over."""
     for path in checkpoints(folder):
-        if not (why := problem(path)):
+        try:
+            check(path)
             return path
-        if speaks:
-            print(f"DAMAGED CHECKPOINT {path} is passed over: {why}", file=sys.stderr)
+        except ValueError as why:
+            if speaks:
+                print(f"DAMAGED CHECKPOINT {path} is passed over: {why}", file=sys.stderr)
     raise ValueError(f"{folder}: no whole checkpoint; --overwrite starts again from the beginning")
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The latest checkpoint whose shared model is whole; ValueError: there is none."""
+    """The latest checkpoint whose shared model is whole."""
     config = load_config(folder)
-
-    def problem(path: Path) -> str:
-        try:
-            manifest = read_manifest(path, config)
-            for shard in range(config.ranks_per_worker):
-                verified(path / tensor_file(config, "shared", shard), manifest)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    return latest(folder, problem)
+    names = [tensor_file(config, "shared", shard) for shard in range(config.ranks_per_worker)]
+    return latest(folder, lambda path: read_manifest(path, names))
 
 
 def restore(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
-    """Continue from the latest checkpoint that is whole on every rank; each checks what it reads.
-
-    The logs are cut back to it, and the state is what they say. Later checkpoints are put aside.
+    """Continue from the latest checkpoint that is whole on every rank. The logs are cut back to it,
+    and the state is what they say. Later checkpoints are put aside.
     """
-    manifest: dict[str, Any] = {}
+    files, manifest = own_files(run.config, ranks), {}
 
-    def problem(path: Path) -> str:
-        name = "manifest.json"
+    def load(path: Path) -> None:
+        why = ""
         try:
-            manifest.update(read_manifest(path, run.config))
-            for name, row in own_files(run.config, ranks).items():
-                tensors = load_file(verified(path / name, manifest))
-                if row is None:
-                    workers.load_shared(tensors)
-                else:
-                    workers.load_worker(row, tensors)
-            why = ""
-        except (ValueError, SafetensorError, KeyError) as error:
-            why = str(error) if str(path) in str(error) else f"{path / name}: {error}"
+            manifest.update(read_manifest(path, files))
+            for name, row in files.items():
+                with naming(path / name):
+                    tensors = load_file(path / name)
+                    if row is None:
+                        workers.load_shared(tensors)
+                    else:
+                        workers.load_worker(row, tensors)
+        except ValueError as error:
+            why = str(error)
         # ALL RANKS: the same checkpoint.
-        return next(filter(None, ranks.gather_objects(why)), "")
+        if why := next(filter(None, ranks.gather_objects(why)), ""):
+            raise ValueError(why)
 
-    path = latest(run.folder, problem, run.visible)
-    for name in LOGS if run.writes else ():
-        log, (size, _) = run.folder / f"{name}.jsonl", manifest["logs"][name]
-        if log.read_bytes()[-1:] not in (b"", b"\n"):
-            print(f"{log}: the torn last line is dropped", file=sys.stderr)
-        os.truncate(log, size)
-    ranks.share(None)  # ALL RANKS: nobody reads a log before it is cut
+    path = latest(run.folder, load, run.visible)
     if run.writes:
+        for name in LOGS:
+            log, (size, _) = run.folder / f"{name}.jsonl", manifest["logs"][name]
+            if log.read_bytes()[-1:] not in (b"", b"\n"):
+                print(f"{log}: the torn last line is dropped", file=sys.stderr)
+            os.truncate(log, size)
         shutil.rmtree(path.parent / "partial", ignore_errors=True)
         for other in checkpoints(run.folder):
             if other.name > path.name:
                 aside = path.parent / f"damaged-{other.name}"
                 shutil.rmtree(aside, ignore_errors=True)
                 other.rename(aside)
+    ranks.share(None)  # ALL RANKS: nobody reads a log before it is cut
     log = run.folder / "intervals.jsonl"
     rules, rows, _ = autoloco.read_log(str(log))
     run.rows, run.unfinished = [row for row in rows if "rules" not in row], manifest["unfinished"]
-    try:
+    with naming(log):
         run.state = autoloco.last_state(rules, rows)
-    except ValueError as error:
-        raise ValueError(f"{log}: {error}") from None
 
 
 # ---------------------------------------------------------------- building a run
@@ -1060,20 +974,14 @@ def shard_module(module: torch.nn.Module, ranks: diloco.Ranks, dtype: str) -> No
     sharded.set_force_sum_reduction_for_comms(True)
 
 
-def build_optimizer(
-    config: Config, named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> list[torch.optim.Optimizer]:
+def build_optimizer(config: Config, network: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """The inner optimizers; a parameter belongs to one of them. A group's `lr_ratio` multiplies the
     learning rate that the schedule gives.
     """
-    named = list(named)
-    groups = [
-        {
-            "params": [p for name, p in named if model.decayed(name, p) == decays],
-            "weight_decay": config.weight_decay if decays else 0.0,
-        }
-        for decays in (True, False)
-    ]
+    groups, named = [], list(network.named_parameters())
+    for decays, decay in ((True, config.weight_decay), (False, 0.0)):
+        chosen = [p for name, p in named if model.decayed(name, p) == decays]
+        groups.append({"params": chosen, "weight_decay": decay})
     betas = (config.beta1, config.beta2)
     return [torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)]
 
@@ -1100,7 +1008,7 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     method = METHODS[config.method]
     return method.workers(
         network,
-        build_optimizer(config, network.named_parameters()),
+        build_optimizer(config, network),
         ranks,
         quant.CODECS[config.wire],
         outer_lr=config.outer_lr,
@@ -1120,15 +1028,14 @@ def run_shape(folder: Path) -> ModelConfig:
     """Model shape of a run folder or of a Hugging Face Llama folder; ValueError names the file."""
     if not is_run(folder):
         return model.read_config(folder)
-    try:
-        return model.ModelConfig(**read_json(folder / "config.json")["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'}: damaged ({error})") from None
+    path = folder / "config.json"
+    with naming(path):
+        return model.ModelConfig(**read_json(path)["shape"])
 
 
 def load_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a run folder or of a Hugging Face Llama folder: (name, full tensor), one at a
-    time, so that a rank that keeps a shard of an 8B model never holds the whole.
+    """(name, full tensor) of a run folder or of a Hugging Face Llama folder, one at a time, so that
+    a rank that keeps a shard of an 8B model never holds the whole.
     """
     if not is_run(folder):
         yield from model.read_weights(folder, model.read_config(folder), torch.float32)
@@ -1193,14 +1100,16 @@ def execute(config: Config) -> int:
     """One rank of a run, from its folder to the final table."""
     rank, world, local, _ = diloco.launched_ranks()
     check_layout(config, world)
+
+    def stop(*_: Any) -> None:
+        ranks.stopping = True
+
     with ExitStack() as held:
         resumes = held.enter_context(owned(config)) if rank == 0 else config.resume
         facts = read_facts(config.folder)["data"] if resumes else {}
         source = data.open_source(config, facts.get("revision", ""))
         check_data(config, source, facts)
-        same = {flag(name): value for name, value in asdict(config).items()}
-        for name in RESUME_MAY_CHANGE:
-            del same[flag(name)]
+        same = {flag(n): v for n, v in asdict(config).items() if n not in RESUME_MAY_CHANGE}
         first = source.batch(0, 0)  # damaged data is found before an earlier run is deleted
         same |= {"program": program_sha256()[:16], "--data, its facts": source.facts}
         same |= {"--data, first documents": first.ids, "--data, sum": int(first.inputs.sum())}
@@ -1208,9 +1117,10 @@ def execute(config: Config) -> int:
             config.workers, config.ranks_per_worker, config.timeout_minutes, same
         )
         resumes = ranks.share(resumes)
-        run = Run(config, rank, local)
+        run = Run(config, ranks, local == 0)
         held.callback(lambda: run.bar.close())
-        held.enter_context(stopping_on_signals(ranks))
+        for number in STOPS:  # as often as they come, they save the run and end it
+            held.callback(signal.signal, number, signal.signal(number, stop))
         workers = build_workers(config, ranks, source)
         if resumes:
             restore(run, ranks, workers)
@@ -1236,9 +1146,22 @@ def begin(run: Run, ranks: diloco.Ranks, source: data.Source) -> None:
     """Write a new run's first files, in place of an earlier run's; all ranks must see them."""
     config = run.config
     if run.writes:
-        clear(run.folder)
+        for path in run.folder.iterdir():  # an earlier run's, all of it: see `check_only_a_run`
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_json(run.folder / "config.json", config_file(config))
-        write_json(run.folder / "env.json", environment(run.folder, ranks, source))
+        facts = {  # what a rerun would have to match
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "gpu": torch.cuda.get_device_name() if ranks.device.type == "cuda" else None,
+            "threads": torch.get_num_threads(),
+            "ranks": ranks.world,
+            "began": int(time.time()),
+            "source_sha256": program_sha256(),
+            "config_sha256": sha256(run.folder / "config.json"),
+            "data": source.facts,
+        }
+        write_json(run.folder / "env.json", facts)
         run.append("metrics", [])
         about = {name: getattr(config, name) for name in ("recipe", "method", "workers", "wire")}
         run.append("intervals", [autoloco.header(config.rules, **about)])
@@ -1269,24 +1192,18 @@ def say_what_runs(
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-@contextmanager
-def stopping_on_signals(ranks: diloco.Ranks) -> Iterator[None]:
-    """SIGTERM, SIGINT, SIGHUP and SIGUSR1, as often as they come, save the run and end it."""
-
-    def stop(*_: Any) -> None:
-        ranks.stopping = True
-
-    before = {number: signal.signal(number, stop) for number in STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def finish(run: Run, measured: Mapping[str, float]) -> None:
-    """Write summary.json and print the final table."""
-    config, summary = run.config, run.summary(measured)
+def finish(run: Run, measured: Scores) -> None:
+    """Write summary.json, totals of the logs and final losses, and print the final table."""
+    config, metrics = run.config, read_rows(run.folder / "metrics.jsonl")
+    losses = [math.nan if row["loss"] is None else row["loss"] for row in metrics]
+    seconds = sum(row["local_seconds"] + row["sync_seconds"] for row in run.rows)
+    summary = totals(config, [row["steps"] for row in run.rows]) | {
+        "sent_bytes": sum(row["sent_bytes"] for row in run.rows),  # by rank 0
+        "train_loss": last_mean(losses, max(1, len(losses) // 50)),  # of the last 2 % of steps
+        "val_loss": measured["val_loss"],
+        "bits_per_byte": measured["bits_per_byte"],
+        "seconds": round(seconds, 1),
+    }
     write_json(run.folder / "summary.json", finite(summary))
     print(f"\n{'':18}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'saved':>15}")
     print(
@@ -1324,35 +1241,26 @@ def flags_parser() -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     group: Any = parser
+    types = {"int": int, "float": float, "str": str}
     for one in fields(Config):
         about, kind = one.metadata, str(one.type).split(" ")[0]
         if "group" in about:
             group = parser.add_argument_group(about["group"])
-        choices = RECIPES if one.name == "recipe" else about.get("choices", ())
-        words = about["help"] + (f": {', '.join(choices)}" if choices else "")
+        words = ": ".join([about["help"], ", ".join(about.get("choices", ()))]).removesuffix(": ")
         shown = "" if one.default in ("", None) else f" [{one.default}]"
-        options: dict[str, Any] = {"help": (words + shown).replace("%", "%%")}
+        options: dict[str, Any] = {"type": types.get(kind), "metavar": kind.upper()}
         if kind == "bool":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = {"int": int, "float": float, "str": str}[kind]
-            options["metavar"] = kind.upper()
-        group.add_argument(flag(one.name), **options)
+            options = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag(one.name), help=words + shown, **options)
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
-    """Command line -> checked Config, and what the user gave; with --resume the run's own config is
-    the base. ValueError is one line naming the flag or the file.
-    """
-    parser = flags_parser()
-    parsed, rest = parser.parse_known_args(argv)
+    """Command line -> checked Config, and what the user gave. ValueError names flag or file."""
+    parsed, rest = flags_parser().parse_known_args(argv)
     if rest:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], flags, 1)
-        raise ValueError(
-            f"{rest[0]}: no such flag" + f", did you mean {''.join(near)}?" * len(near)
-        )
+        near = nearest(rest[0].split("=")[0], [flag(one.name) for one in fields(Config)])
+        raise ValueError(f"{rest[0]}: no such flag{near}")
     given = vars(parsed)
     for name, value in given.items():
         if isinstance(value, list):  # what argparse makes of --steps=--

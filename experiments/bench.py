@@ -675,9 +675,9 @@ def bench_bytes(quick: bool = False) -> str:
         config = train.Config(**(train.RECIPES[recipe] | dict(recipe=recipe, method=method)))
         config = replace(config, wire=wire or config.wire)
         intervals = [planned.steps for planned, _ in autoloco.simulate(config.rules, {})]
-        sent = train.payload(config) * len(intervals)
-        saved = f"{100 * train.totals(config, intervals, sent)['saved']:.1f} %"
-        runs.append((recipe, method, config.wire, len(intervals), f"{sent / GB:,.3f}", saved))
+        found = train.totals(config, intervals)
+        sent, saved = f"{found['payload_bytes'] / GB:,.3f}", f"{100 * found['saved']:.1f} %"
+        runs.append((recipe, method, config.wire, len(intervals), sent, saved))
     head = "recipe | method | wire | synchronisations | payload of the run, GB | saved"
     sizes_head = " | ".join(["model", "parameters", *quant.CODECS])
     return evaluation.table(sizes_head, models) + "\n" + evaluation.table(head, runs)

@@ -5507,15 +5507,6 @@ def test_results_page_is_what_the_kept_summaries_give():
     assert all("command" in row for row in rows)
 
 
-def test_differences_on_the_way_are_paired_by_seed():
-    arms: dict[str, Any] = {
-        "diloco": [{"seed": 2}, {"seed": 0, "curve": [2.0] * 4}, {"seed": 1, "curve": [3.0] * 4}],
-        "other": [{"seed": 1, "curve": [3.3] * 20}, {"seed": 0, "curve": [2.1] * 20}, {"seed": 2}],
-    }
-    line = experiments.on_the_way(arms).splitlines()[2]
-    assert line == "| other | 2 |" + " +0.2000 ± 0.1414 |" * 4
-
-
 @pytest.mark.slow
 def test_an_experiment_runs_once_keeps_its_rows_and_a_try_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

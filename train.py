@@ -516,12 +516,12 @@ def dry_run(config: Config) -> dict[str, Any]:
     for name, words in shown.items():
         print(f"{name:18}{words}")
     columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
-    print("\n" + f"{'':10}" + "".join(f"{column:>15}" for column in columns))
+    print("\n" + f"{'':10}" + "".join(f"{column:>17}" for column in columns))
     for name, row in methods.items():
         cells = [f"{row['synchronisations']:,}", f"{row['payload_bytes'] / 1e9:,.3f}"]
         cells += [saved_words(row["saved"]), f"{row['hours']:.3g}", f"{row['total_hours']:.3g}"]
         cells.append(f"{100 * row['utilisation']:.1f} %")
-        print(f"{name:10}" + "".join(f"{cell:>15}" for cell in cells))
+        print(f"{name:10}" + "".join(f"{cell:>17}" for cell in cells))
     for planned, decision in walked:
         if planned.interval in config.replaced_verdicts:
             print(f"interval {planned.interval:<9}{planned.phase}: {decision.reason}")
@@ -572,7 +572,7 @@ class Run:
         except ImportError:
             raise ValueError("--wandb needs an optional package: pip install wandb") from None
         number = f"{self.config.run_name}-{read_facts(self.folder).get('began', '')}"
-        about = {"id": number, "resume": "allow", "config": asdict(self.config)}
+        about: dict[str, Any] = {"id": number, "resume": "allow", "config": asdict(self.config)}
         self.wandb = wandb.init(project=self.config.wandb, **about)
 
     def starts(self) -> None:
@@ -1138,6 +1138,8 @@ def execute(config: Config) -> int:
             measured = validate(workers.model, source, ranks, config.dtype)
             if rank == 0:
                 finish(run, measured)
+        if run.wandb:
+            run.wandb.finish()
         ranks.leave()  # not after a failure: a library's clean-up may wait for a lost peer
     return 0
 

@@ -17,16 +17,18 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
 
 import autoloco
 import diloco
@@ -43,7 +45,7 @@ PROGRAM = train.program_sha256()
 
 Rows = list[dict[str, Any]]
 Found = dict[str, Rows]  # part of an experiment -> summaries of its runs
-Point = tuple[float, ...]  # alpha_0, mu_0
+Point = tuple[float, float]  # alpha_0, mu_0
 
 
 class Job(NamedTuple):
@@ -66,14 +68,9 @@ class Job(NamedTuple):
         key = f"{self.config}{self.flags.startswith(OLD_KAPPA)}".encode()
         return f"experiment-{zlib.crc32(key):08x}-{self.seed}"
 
-    @property
-    def log(self) -> Path:
-        """A line for each step done."""
-        return Path("runs", self.name, "metrics.jsonl")
-
     def train(self) -> dict[str, Any]:
         """Its summary; trained in a process of its own, unless this program has finished it."""
-        folder = self.log.parent
+        folder = Path("runs", self.name)
         module = "experiments.run" if self.flags.startswith(OLD_KAPPA) else "train"
         command = ["-m", module, *self.flags.split(), "--seed", str(self.seed)]
         if not ((folder / "summary.json").exists() and hashes(folder)["program"] == PROGRAM):
@@ -123,22 +120,14 @@ class Lab(NamedTuple):
         """Run what is not finished, keeping summaries as they come; a row a job, in order."""
         from tqdm import tqdm
 
-        known, aside = kept(self.folder), self.folder / "unfinished.json"
+        known = kept(self.folder)
         missing = {job.name: job for job in jobs if job.name not in known}
-        total = sum(job.config.steps for job in missing.values())
-        with ThreadPoolExecutor(diloco.cores()) as pool, tqdm(total=total, unit="step") as bar:
-            running = {name: pool.submit(job.train) for name, job in missing.items()}
+        with ThreadPoolExecutor(diloco.cores()) as pool:
+            running = {pool.submit(job.train): name for name, job in missing.items()}
             try:
-                while running:
-                    time.sleep(1.0)
-                    logs = [job.log for job in missing.values() if job.log.exists()]
-                    bar.update(sum(log.read_bytes().count(b"\n") for log in logs) - bar.n)
-                    bar.set_postfix_str(
-                        f"{len(running)} of {len(missing)} runs left", refresh=False
-                    )
-                    for name in [name for name, future in running.items() if future.done()]:
-                        known[name] = running.pop(name).result()
-                        keep(aside, {"runs": list(known.values())})
+                for done in tqdm(as_completed(running), total=len(running), unit="run"):
+                    known[running[done]] = done.result()
+                    keep(self.folder / "unfinished.json", {"runs": list(known.values())})
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
         return [known[job.name] | dict(arm=job.arm, base=job.base) for job in jobs]
@@ -175,8 +164,11 @@ ABLATION = {
     "full": "--method autoloco",
     "+ normalisation": "--method autoloco --normalise",
 }
-BOUNDS = {f"bound {most}": f"--max-step-scale {most}" for most in (1.5, 1.75, 2.0)}
-READINGS = {"without rho": "", **BOUNDS, "no bound": "--max-step-scale 1000"}
+KAPPAS = {f"bound {most}": f" --max-step-scale {most}" for most in (1.5, 1.75, 2.0, 1000)}
+READINGS = {arm: ABLATION[arm] for arm in ("diloco", "horizon only", "+ momentum")}
+for arm in ("full", "+ normalisation"):
+    READINGS[f"{arm} without rho"] = f"{OLD_KAPPA} {ABLATION[arm]}"
+    READINGS |= {f"{arm} {kappa}": ABLATION[arm] + bound for kappa, bound in KAPPAS.items()}
 # What the paper says, and between which values a reading agrees: written down before the runs.
 FACTS = {
     "horizon only - DiLoCo": (0.0059, 0.0, math.inf),
@@ -194,6 +186,11 @@ def outer(point: Point) -> str:
     return f" --outer-lr {point[0]} --outer-momentum {point[1]}"
 
 
+def case(point: Point) -> str:
+    """End of the name of an arm at a point."""
+    return f", {point[0]} / {point[1]}"
+
+
 def flags(arm: str, seed: int, point: Point, count: int, more: str) -> str:
     """Flags of a method, of an arm of the frontier, or of a control with `count` intervals."""
     if arm in FRONTIER:
@@ -209,46 +206,43 @@ def flags(arm: str, seed: int, point: Point, count: int, more: str) -> str:
 
 
 def compare(
-    lab: Lab, seeds: Iterable[int], points: Mapping[str, Sequence[Point]], more: str = ""
+    lab: Lab, seeds: Sequence[int], points: Mapping[str, Sequence[Point]], more: str = ""
 ) -> Rows:
     """Every arm at its points, the controls last: they take AutoLoCo's fewest synchronisations."""
-    counts: dict[int, list[int]] = {seed: [] for seed in seeds}
     rows: Rows = []
     for late in (False, True):
-        jobs = [
-            Job(arm, seed, flags(arm, seed, point, min(counts[seed], default=0), more), "diloco")
-            for seed, arm in product(counts, points)
-            for point in points[arm]
-            if (arm in CONTROLS) == late
-        ]
+        jobs = []
+        for seed, arm in product(seeds, (arm for arm in points if (arm in CONTROLS) == late)):
+            same = [row for row in rows if (row["arm"], row["seed"]) == ("autoloco", seed)]
+            count = min((row["synchronisations"] for row in same), default=0)
+            jobs += [
+                Job(arm, seed, flags(arm, seed, p, count, more), "diloco") for p in points[arm]
+            ]
         rows += lab.execute(jobs)
-        for row in rows:
-            if row["arm"] == "autoloco":
-                counts[row["seed"]].append(row["synchronisations"])
     return rows
 
 
 def point_of(row: dict[str, Any]) -> Point:
     """Outer rate and momentum of a run, as its command gives them."""
-    words = row["command"].split()
-    return tuple(float(words[words.index(flag) + 1]) for flag in outer((0, 0)).split()[::2])
+    rate, momentum = re.findall(r"--outer-(?:lr|momentum) (\S+)", row["command"])
+    return float(rate), float(momentum)
 
 
-def best(tuning: Rows) -> dict[str, list[Point]]:
-    """Arm -> the point of its lowest validation loss; DDP has no point to choose."""
-
-    def loss(row: dict[str, Any]) -> float:
-        return row["val_loss"] or math.inf
-
-    arms = evaluation.by_arm(row for row in tuning if row["arm"] != "ddp").items()
-    chosen = {arm: [point_of(min(rows, key=loss))] for arm, rows in arms}
-    return chosen | {row["arm"]: [POINTS[0]] for row in tuning if row["arm"] == "ddp"}
+def best(tuning: Rows) -> dict[str, Sequence[Point]]:
+    """Arm -> the point of its lowest validation loss."""
+    arms = evaluation.by_arm(tuning).items()
+    return {
+        arm: [point_of(min(rows, key=lambda row: row["val_loss"] or math.inf))]
+        for arm, rows in arms
+    }
 
 
 def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], usual: int) -> Found:
-    """Every arm at its best of these points on another seed (4.2)."""
-    tuning = compare(lab, [TUNING_SEED], dict.fromkeys(arms, points))
-    return {"tuning": tuning, "runs": compare(lab, lab.seeds(usual), best(tuning))}
+    """Every arm at its best of these points on another seed (4.2); DDP has none to choose."""
+    tuning = compare(lab, [TUNING_SEED], {arm: points for arm in arms if arm != "ddp"})
+    chosen = best(tuning)
+    at = {arm: chosen.get(arm, points[:1]) for arm in arms}
+    return {"tuning": tuning, "runs": compare(lab, lab.seeds(usual), at)}
 
 
 def paired(lab: Lab, arms: Mapping[str, str], usual: int, base: str = "diloco") -> Found:
@@ -260,56 +254,35 @@ def paired(lab: Lab, arms: Mapping[str, str], usual: int, base: str = "diloco") 
     return {"runs": lab.execute(jobs)}
 
 
-# ---------------------------------------------------------------- experiments
-
-
-def readings(lab: Lab) -> Found:
-    """Readings of B.4's kappa (A14), beside the paper's facts."""
+def at_points(lab: Lab, arms: Mapping[str, str], seeds: Mapping[Point, int]) -> Found:
+    """Arms at several points, each with its own number of seeds."""
     found: Found = {"runs": []}
-    for momentum, usual in ((0.7, 3), (0.9, 1)):
-        point, arms = outer((0.7, momentum)), {}
-        for arm in ("diloco", "horizon only", "+ momentum"):  # the same in every reading
-            arms[f"{arm}, {momentum}"] = ABLATION[arm] + point
-        for arm, (reading, bound) in product(("full", "+ normalisation"), READINGS.items()):
-            old = f"{OLD_KAPPA} " if not bound else ""
-            arms[f"{arm} {reading}, {momentum}"] = f"{old}{ABLATION[arm]}{point} {bound}"
-        found["runs"] += paired(lab, arms, usual)["runs"]
-    return found
-
-
-def ablation(lab: Lab) -> Found:
-    """Horizon, momentum, scale, normalisation, added one after the other (4.3)."""
-    found: Found = {"runs": []}
-    for point, usual in (((0.7, 0.7), 5), ((0.7, 0.9), 2), ((0.4, 0.7), 5)):
-        words = f", {point[0]} / {point[1]}"
-        arms = {arm + words: settings + outer(point) for arm, settings in ABLATION.items()}
-        found["runs"] += paired(lab, arms, usual)["runs"]
+    for point, usual in seeds.items():
+        here = {arm + case(point): settings + outer(point) for arm, settings in arms.items()}
+        found["runs"] += paired(lab, here, usual)["runs"]
     return found
 
 
 def sft(lab: Lab) -> Found:
     """Fine-tuning (E.3, G.2) after a `tiny` run: wires, with and without normalisation."""
-    found: Found = {"runs": []}
-    starts = paired(lab, {"start": METHODS["autoloco"]}, 3)["runs"]
-    for start in starts:
+    jobs = []
+    for start in paired(lab, {"start": METHODS["autoloco"]}, 3)["runs"]:
         first = f"--recipe tiny-sft --init-from runs/{start['run']}"
-        arms = {
-            f"{method}, {wire}": f"{first} --method {method} --wire {wire}"
-            for method, wire in product(("diloco", "autoloco"), ("fp32", "bf16", "int8"))
-        }
-        arms["not normalised, bf16"] = arms["autoloco, bf16"] + " --no-normalise"
-        jobs = [Job(arm, start["seed"], arms[arm], f"diloco, {arm[-4:]}") for arm in arms]
-        found["runs"] += lab.execute(jobs)
-    return found
+        for (arm, more), wire in product(SFT.items(), ("fp32", "bf16", "int8")):
+            settings = f"{first} {more} --wire {wire}"
+            jobs.append(Job(f"{arm}, {wire}", start["seed"], settings, f"diloco, {wire}"))
+    return {"runs": lab.execute(jobs)}
 
 
 def longer(lab: Lab) -> Found:
     """Five times the steps and the base horizon, at the main comparison's points."""
     points = best(train.read_json(RESULTS / "main.json")["tuning"])
-    arms = {arm: points[arm] for arm in ("diloco", "autoloco", "as few, even")}
+    arms = {arm: points[arm] for arm in PUBLISHED}
     return {"runs": compare(lab, lab.seeds(3), arms, LONGER)}
 
 
+SFT = {name: METHODS[name] for name in ("diloco", "autoloco")}
+SFT["not normalised"] = "--method autoloco --no-normalise"
 WORKERS = {
     f"{method}, {count} workers": f"--method {method} --workers {count}"
     for count, method in product((2, 4, 8), ("diloco", "autoloco"))
@@ -318,12 +291,14 @@ WORKERS = {
 RESTRAINT = {f"--lr {rate}": f"--lr {rate}" for rate in ("2e-3", "2e-2", "5e-2", "1e-1", "2e-1")}
 RESTRAINT |= {text: text for text in ("--partition module", "--partition module --lr 2e-2")}
 PUBLISHED = dict.fromkeys(("diloco", "autoloco", "as few, even"), [(0.7, 0.9)])  # A15
+READING_SEEDS = {(0.7, 0.7): 3, (0.7, 0.9): 1}
+ABLATION_SEEDS = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0.7): 5}
 
 EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
-    "readings": readings,
+    "readings": lambda lab: at_points(lab, READINGS, READING_SEEDS),
     "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, 5),
     "published": lambda lab: {"runs": compare(lab, lab.seeds(5), PUBLISHED)},
-    "ablation": ablation,
+    "ablation": lambda lab: at_points(lab, ABLATION, ABLATION_SEEDS),
     "sft": sft,
     "wires": lambda lab: paired(lab, {w: f"--wire {w}" for w in ("fp32", "int8")}, 5, "fp32"),
     "workers": lambda lab: paired(lab, WORKERS, 1),
@@ -336,40 +311,30 @@ EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
 # ---------------------------------------------------------------- tables
 
 
-def on_the_way(arms: Found) -> str:
-    """Paired differences of the smoothed training loss to DiLoCo's after each quarter."""
-
-    def after(quarter: int) -> Callable[[dict[str, Any]], float]:
-        return lambda row: row["curve"][len(row["curve"]) * quarter // 4 - 1]
-
-    known = {arm: [row for row in rows if "curve" in row] for arm, rows in arms.items()}
-    base, lines = known.pop("diloco"), []
-    for arm, rows in known.items():
-        apart = [evaluation.paired(rows, base, after(quarter)) for quarter in (1, 2, 3, 4)]
-        lines.append([arm, len(apart[0]), *(evaluation.spread(values, "+") for values in apart)])
-    head = "arm | seeds | after 25 % | after 50 % | after 75 % | after 100 %"
-    return evaluation.table(head, lines)
-
-
 def readings_table(rows: Rows) -> str:
     """How many of the paper's facts each reading agrees with, in training loss."""
     arms = evaluation.by_arm(rows)
     loss = {arm: fmean(row["train_loss"] for row in group) for arm, group in arms.items()}
     size = {arm: fmean(row["update"] for row in group) for arm, group in arms.items()}
     lines = [["the paper", "", *(fact[0] for fact in FACTS.values()), ""]]
-    for momentum, reading in product((0.7, 0.9), READINGS):
-        d, h, m = (f"{arm}, {momentum}" for arm in ("diloco", "horizon only", "+ momentum"))
-        f, n = (f"{arm} {reading}, {momentum}" for arm in ("full", "+ normalisation"))
+    for point, kappa in product(READING_SEEDS, ("without rho", *KAPPAS)):
+        names = (
+            "diloco",
+            "horizon only",
+            "+ momentum",
+            f"full {kappa}",
+            f"+ normalisation {kappa}",
+        )
+        d, h, m, f, n = (name + case(point) for name in names)
         values = [
             *(loss[h] - loss[d], loss[m] - loss[d], loss[f] - loss[d], loss[n] - loss[f]),
             (loss[f] - loss[h]) / (loss[m] - loss[h]),
             *(size[m] / size[h] - 1, size[n] / size[f] - 1),
         ]
         found = zip(values, FACTS.values(), strict=True)
-        agree = f"{sum(low <= v <= high for v, (_, low, high) in found)} of {len(FACTS)}"
-        lines.append(
-            [reading, momentum, *(f"{v:+.4f}" for v in values), f"{agree} of {len(FACTS)}"]
-        )
+        agree = sum(low <= value <= high for value, (_, low, high) in found)
+        cells = (f"{value:+.4f}" for value in values)
+        lines.append([kappa, point[1], *cells, f"{agree} of {len(FACTS)}"])
     return evaluation.table(" | ".join(["reading", "momentum", *FACTS, "agrees"]), lines)
 
 
@@ -396,13 +361,9 @@ def tables(name: str, found: Found) -> str:
         below = sum(difference < 0 for difference in apart)
         text += "\nAutoLoCo minus `as few, even`, validation loss: "
         text += f"{evaluation.spread(apart, '+')}, below it on {below} of {len(apart)} seeds.\n"
-    if name == "main":
-        text += "\nArm minus DiLoCo on the same seed, smoothed training loss on the way:\n\n"
-        text += on_the_way(arms)
     if "tuning" in found:
         lines = []
-        tuning = evaluation.by_arm(row for row in found["tuning"] if row["arm"] != "ddp")
-        for arm, rows in tuning.items():
+        for arm, rows in evaluation.by_arm(found["tuning"]).items():
             losses = [row["val_loss"] or math.inf for row in rows]
             lines.append([arm, *(f"{x:.4f}{' (best)' * (x == min(losses))}" for x in losses)])
         heads = ("{:g}, {:g}".format(*point_of(row)) for row in rows)
@@ -436,72 +397,71 @@ def write_table(name: str, text: str) -> None:
 
 # ---------------------------------------------------------------- figures
 
-LOOKS = {
-    "diloco": ("DiLoCo", "tab:blue"),
-    "autoloco": ("AutoLoCo", "tab:red"),
-    "linear": ("Linear", "tab:green"),
-    "qsr": ("QSR", "tab:purple"),
-    "as few, even": ("DiLoCo, as few", "tab:gray"),
+LOOKS = {  # label, colour, and where the label stands from the end of its line, in points
+    "diloco": ("DiLoCo", "tab:blue", (5, -8)),
+    "autoloco": ("AutoLoCo", "tab:red", (5, -9)),
+    "linear": ("Linear", "tab:green", (5, 2)),
+    "qsr": ("QSR", "tab:purple", (5, -3)),
+    "as few, even": ("DiLoCo, as few rounds as AutoLoCo", "dimgray", (-12, -18)),
 }
 
 
 def band(axes: Any, arm: str, seeds: Sequence[Sequence[Point]]) -> None:
     """Mean and standard deviation over seeds of one curve, its name at its end."""
-    words, colour = LOOKS[arm]
+    words, colour, place = LOOKS[arm]
     points = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=True)]
     x, y = ([fmean(values[k]) for values in points] for k in (0, 1))
     apart = [stdev(ys) if len(ys) > 1 else 0.0 for _, ys in points]
     axes.plot(x, y, color=colour, marker="." if len(x) < 15 else "")
     low, high = ([a + s * b for a, b in zip(y, apart, strict=True)] for s in (-1, 1))
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-    axes.annotate(f" {words}", (x[-1], y[-1]), color=colour, va="center")
+    axes.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
+    look: Any = {"color": colour, "ha": "left" if place[0] > 0 else "right"}
+    axes.annotate(words, (x[-1], y[-1]), place, textcoords="offset points", **look)
 
 
-def headline(axes: Any, rows: Rows) -> None:
-    """Smoothed training loss against the payload that a worker has sent."""
+def headline(axes: Any, rows: Rows) -> str:
+    """Smoothed training loss against the payload that a worker has sent; title."""
     for arm in LOOKS:
-        seeds = []
-        for row in evaluation.by_arm(rows)[arm]:
+        curves = []
+        for row in evaluation.by_arm(row for row in rows if "curve" in row)[arm]:
             ends = list(accumulate(n for count, n in row["intervals"] for _ in range(count)))
-            each = row["payload_bytes"] / len(ends) / 1e6
-            steps = [ends[-1] * (k + 1) / len(row["curve"]) for k in range(len(row["curve"]))]
+            each, parts = row["payload_bytes"] / len(ends) / 1e6, len(row["curve"])
+            steps = [ends[-1] * (k + 1) / parts for k in range(parts)]
             sent = [each * sum(end <= step for end in ends) for step in steps]
-            seeds.append(list(zip(sent, row["curve"], strict=True))[3:])
-        band(axes, arm, seeds)
-    axes.set(xlabel="payload of a worker, MB", ylabel="training loss, nats a token")
+            # Without the fall of the first 15 % of the steps.
+            curves.append(list(zip(sent, row["curve"], strict=True))[parts * 3 // 20 :])
+        band(axes, arm, curves)
+    axes.set(xlabel="sent by one worker so far, MB", ylabel="training loss, nats per token")
+    return (
+        f"0.8M-parameter model, four workers: mean and standard deviation over {len(curves)} seeds"
+    )
 
 
-def frontier_figure(axes: Any, rows: Rows) -> None:
-    """Validation loss against synchronisations."""
+def frontier(axes: Any, rows: Rows) -> str:
+    """Validation loss against synchronisations; title."""
     for method in ("diloco", "autoloco"):
         arms = [group for arm, group in evaluation.by_arm(rows).items() if arm.startswith(method)]
         curves = [[(row["synchronisations"], row["val_loss"]) for row in group] for group in arms]
         band(axes, method, [sorted(seed, reverse=True) for seed in zip(*curves, strict=True)])
     axes.set(xlabel="synchronisations", ylabel="validation loss, nats a token")
+    return "0.8M-parameter model, four workers: mean and standard deviation over seeds"
 
 
-FIGURES = {"main": ("headline", headline), "frontier": ("frontier", frontier_figure)}
+FIGURES = {"main": headline, "frontier": frontier}
 
 
 def draw(name: str, rows: Rows) -> None:
     """The figure of an experiment; with the main one the controller's, where its run is here."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    file, picture = FIGURES[name]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    picture(axes, rows)
-    axes.margins(x=0.15)
-    figure.savefig(HERE / f"{file}.png", dpi=120)
-    plt.close(figure)
+    axes.set_title(FIGURES[name](axes, rows), fontsize=10, loc="left")
+    figure.savefig(HERE / f"{FIGURES[name].__name__}.png", dpi=120)
     for row in rows:
-        run = Path("runs", row["run"])
-        if row["arm"] == "autoloco" and row["seed"] == 0 and run.exists():
-            _, controller = evaluation.draw([evaluation.read_run(run)], TRIED)
-            controller.replace(HERE / "controller.png")
+        run = Path("runs", row.get("run", ""))
+        if (row["arm"], row["seed"]) == ("autoloco", 0) and (run / "summary.json").exists():
+            controller = evaluation.controller_figure(evaluation.read_run(run))
+            controller.savefig(HERE / "controller.png", dpi=120)
 
 
 # ---------------------------------------------------------------- command line
@@ -511,14 +471,13 @@ def main(argv: list[str]) -> int:
     """Run the experiments named; then write RESULTS.md's tables and the figures."""
     if argv[:1] == ["--train-with-old-kappa"]:
         return train_with_old_kappa(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser("run", description=__doc__)
+    parser.formatter_class = argparse.RawTextHelpFormatter
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--seeds", type=int, help="only try it: seeds 0 to N - 1, nothing is kept")
     given = parser.parse_args(argv)
-    if unknown := [name for name in given.names if name not in EXPERIMENTS]:
-        parser.error(f"{unknown[0]}: one of {', '.join(EXPERIMENTS)}")
+    if not set(given.names) <= set(EXPERIMENTS):
+        parser.error(f"NAME is one of {', '.join(EXPERIMENTS)}")
     if given.seeds is not None and not 1 <= given.seeds <= TUNING_SEED:
         parser.error(f"--seeds {given.seeds}: 1 to {TUNING_SEED}")
     lab = Lab(TRIED if given.seeds else RESULTS, given.seeds)
@@ -532,11 +491,11 @@ def main(argv: list[str]) -> int:
     except (RuntimeError, ValueError) as error:
         print(f"run: {error}", file=sys.stderr)
         return 1
-    PAGE.write_text(page())
-    for name in FIGURES:
-        path = RESULTS / f"{name}.json"
-        if path.exists() and all("program" in row for row in train.read_json(path)["runs"]):
-            draw(name, train.read_json(path)["runs"])
+    if not given.seeds:
+        PAGE.write_text(page())
+        for name in FIGURES:
+            if (path := RESULTS / f"{name}.json").exists():
+                draw(name, train.read_json(path)["runs"])
     return 0
 
 

@@ -551,7 +551,8 @@ def _after_candidate(
     return _estimate_anew(rejected, state.accepted, verdict == "nonfinite"), words
 
 
-CONTROLLERS = {"autoloco": decide}  # by Rules.controller; a rule of your own is one more entry
+# By Rules.controller; a rule of your own is one more entry.
+CONTROLLERS = {"autoloco": decide}
 
 
 # ---------------------------------------------------------------- one interval (B.5)

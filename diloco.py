@@ -360,6 +360,9 @@ class LocalUpdate(Workers):
             if worker in excluded:
                 for state in self.replicas[row].states:
                     state.clear()
+                for name in self.worker_buffers:  # what is not finite would stay so for good
+                    for tensor in self.replicas[row].buffers[name]:
+                        tensor.zero_()
         mean_square, update_square = self._move(plan, include)
         drift = float(norms.sum()) / self.ranks.workers
         values = {

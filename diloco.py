@@ -101,7 +101,7 @@ class Workers:
     A subclass declares its buffers, each a flat fp32 tensor a parameter: the two lists below drive
     allocation, checkpoint, restore and the memory estimate.
 
-    Raises nothing of its own; `model` maps (inputs, targets) to the summed loss, `optimizers` are
+    `model` maps (inputs, targets) to the summed loss, `optimizers` are
     the inner ones over its parameters, `clip` is the largest gradient norm (0: none), `micro_batch`
     the rows of a forward pass (0: the whole batch).
     """

@@ -607,7 +607,8 @@ class Run:
         sums = (measured.records[name].sum(0).tolist() for name in diloco.RECORD)
         steps: list[dict[str, Any]] = []
         for step, (loss, targets, tokens, norm) in enumerate(zip(*sums, strict=True), plan.step):
-            mean, lr = loss / max(1, targets), autoloco.inner_lr(self.config.rules, step)
+            mean = loss / targets if targets else math.nan  # null in the log, not a loss of 0
+            lr = autoloco.inner_lr(self.config.rules, step)
             one = {"step": step + 1, "loss": mean, "tokens": int(tokens), "lr": lr}
             steps.append(one | {"grad_norm": norm / self.config.workers})
         steps[-1] |= found

@@ -155,14 +155,14 @@ METHODS = {
 _C4: dict[str, Any] = dict(
     model="215m", data="c4", tokenizer="gpt2", seq_len=1024, val_documents=4096,
     workers=8, batch_size=128, micro_batch=32, steps=50_000, warmup=1000, lr=4e-4,
-    base_horizon=500, outer_momentum=0.9, max_step_scale=2.0,
+    base_horizon=500,
     wire="bf16", dtype="bf16", compile=True,
 )  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
-    "tiny": {},
+    "tiny": dict(max_step_scale=1.5),
     "tiny-sft": dict(
         data="doctests", seq_len=256, steps=600, warmup=20, lr=5e-4, base_horizon=10,
-        normalise=True, wire="bf16",
+        normalise=True, wire="bf16", max_step_scale=1.5,
     ),
     "c4-215m": _C4,
     "c4-215m-ablation": _C4 | dict(workers=4, outer_momentum=0.7),  # A25
@@ -238,7 +238,7 @@ class Config:
     normalise: bool = knob(False, "divide by rho (B.3)", needs=CORRECTED, group="outer optimizer")
     adjust_momentum: bool = knob(True, "mu_0 ** rho (B.4)", needs=CORRECTED)
     scale_step: bool = knob(True, "scale the outer step by kappa (B.4)", needs=CORRECTED)
-    max_step_scale: float = knob(1.5, "kappa_max, largest kappa", needs=CORRECTED)
+    max_step_scale: float = knob(2.0, "kappa_max, largest kappa", needs=CORRECTED)
     outer_lr: float = knob(0.7, "alpha_0", least=0, needs=LOCAL)
     outer_momentum: float = knob(0.9, "mu_0", needs=LOCAL)
 

@@ -4,15 +4,16 @@
     python -m experiments.run frontier longer
     python -m experiments.run                # only write RESULTS.md's tables and the figures again
 
-As many runs at a time as there are cores, one process of one thread each. A run that the same
-program has finished is not repeated, whichever experiment made it: summaries are kept in results/,
-as they come. With --seeds an experiment is only tried: its summaries go to runs/experiments/, its
-tables to the screen.
+As many runs at a time as there are cores, one process of one thread each. Every finished run is a
+line of results/runs.jsonl, and none is repeated, whichever experiment needs it. A table shows what
+is kept. With --seeds an experiment is only tried: its runs are kept in runs/experiments/, its
+tables go to the screen.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -22,13 +23,16 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 import autoloco
 import diloco
@@ -36,15 +40,15 @@ import eval as evaluation
 import train
 
 HERE = Path(__file__).resolve().parent
-RESULTS, TRIED, PAGE = HERE / "results", Path("runs", "experiments"), HERE / "RESULTS.md"
+KEPT, PAGE = HERE / "results" / "runs.jsonl", HERE / "RESULTS.md"
+TRIED = Path("runs", "experiments", "runs.jsonl")
 TUNING_SEED = 100  # not among the reported ones
 POINTS = ((0.7, 0.5), (0.7, 0.7), (0.7, 0.9), (0.5, 0.7), (0.5, 0.9), (1.0, 0.7))  # alpha_0, mu_0
 LONGER = " --steps 10000 --warmup 200 --base-horizon 100"
 OLD_KAPPA = "--train-with-old-kappa"
-PROGRAM = train.program_sha256()
 
-Rows = list[dict[str, Any]]
-Found = dict[str, Rows]  # part of an experiment -> summaries of its runs
+Row = dict[str, Any]  # a finished run
+Found = dict[str, list[Row]]  # part of an experiment -> its runs
 Point = tuple[float, float]  # alpha_0, mu_0
 
 
@@ -54,7 +58,7 @@ class Job(NamedTuple):
     arm: str
     seed: int
     flags: str  # of train.py; before them OLD_KAPPA for the old reading of B.4
-    base: str
+    base: str = "diloco"
 
     @property
     def config(self) -> train.Config:
@@ -64,36 +68,60 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Run folder: equal settings are the same run, however the flags put them."""
-        key = f"{self.config}{self.flags.startswith(OLD_KAPPA)}".encode()
+        """Run folder: equal settings are the same run, however flags and recipes put them."""
+        usual = vars(train.Config)
+        settings = {k: v for k, v in sorted(asdict(self.config).items()) if v != usual[k]}
+        key = f"{settings}{self.flags.startswith(OLD_KAPPA)}".encode()
         return f"experiment-{zlib.crc32(key):08x}-{self.seed}"
 
-    def train(self) -> dict[str, Any]:
-        """Its summary; trained in a process of its own, unless this program has finished it."""
-        folder = Path("runs", self.name)
+    def train(self, name: str = "") -> Row:
+        """Its summary; trained in a process of its own."""
+        folder = Path("runs", name or self.name)
         module = "experiments.run" if self.flags.startswith(OLD_KAPPA) else "train"
         command = ["-m", module, *self.flags.split(), "--seed", str(self.seed)]
-        if not ((folder / "summary.json").exists() and hashes(folder)["program"] == PROGRAM):
-            more = [sys.executable, *command, "--name", self.name, "--overwrite"]
-            alone = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-            done = subprocess.run(more, env=alone, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)}: {done.stderr[-500:]}")
-        return summary(folder) | {"command": " ".join(["python", *command]), "run": self.name}
+        more = [sys.executable, *command, "--name", folder.name, "--overwrite"]
+        alone = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+        done = subprocess.run(more, env=alone, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr[-500:]}")
+        one = evaluation.read_run(folder)
+        ends = [max(1, len(one.smoothed) * part // 20) for part in range(1, 21)]
+        return one.row | {
+            "run": self.name,
+            "command": " ".join(["python", *command]),
+            "corpus": train.read_facts(folder)["data"].get("sha256"),
+            "curve": [round(one.smoothed[end - 1], 5) for end in ends],
+            "update": [*one.update_norms.values()][-1],  # median, at the longest horizon
+        }
 
 
-def hashes(folder: Path) -> dict[str, Any]:
-    """Of the program and the corpus that a run was made with."""
-    environment = train.read_json(folder / "env.json")
-    return {"program": environment["source_sha256"], "corpus": environment["data"].get("sha256")}
+PROBE = "--steps 60 --warmup 6 --base-horizon 4 --val-documents 16 --outer-lr 0.7"
+PROBE += " --outer-momentum 0.9 --max-step-scale 1.5 "
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """A finished run as a row: totals, hashes, the loss's curve, the median update at H_max."""
-    one = evaluation.read_run(folder)
-    ends = [max(1, len(one.smoothed) * part // 20) for part in range(1, 21)]
-    more = {"curve": [round(one.smoothed[end - 1], 5) for end in ends]}
-    return one.row | hashes(folder) | more | {"update": [*one.update_norms.values()][-1]}
+@cache
+def program() -> str:
+    """Hash of what this program computes: losses, weights and decisions of short runs of every
+    kind. Runs of an equal program on an equal machine can be set side by side; a change that only
+    reads differently keeps them.
+    """
+    cases = [f"--method {method}" for method in train.METHODS]
+    cases += ["--wire int8", "--normalise", "--no-scale-step --workers 2", "--partition module"]
+    cases += ["--recipe tiny-sft --method diloco", OLD_KAPPA]
+    jobs = [Job("", 0, f"{case} {PROBE}") for case in cases]
+    with ThreadPoolExecutor(diloco.cores()) as pool:
+        [*pool.map(lambda at: jobs[at].train(f"probe-{at}"), range(len(jobs)))]
+    names = {
+        "metrics": ("loss", "grad_norm"),
+        "intervals": ("steps", "drift", "coherence", "momentum", "step_scale", "checksum"),
+    }
+    bits = [
+        [row[key] for key in keys]
+        for at, (log, keys) in product(range(len(jobs)), names.items())
+        for row in train.read_rows(Path("runs", f"probe-{at}", f"{log}.jsonl"))
+        if "rules" not in row
+    ]
+    return hashlib.sha256(json.dumps(bits).encode()).hexdigest()[:16]
 
 
 def train_with_old_kappa(argv: list[str]) -> int:
@@ -107,46 +135,55 @@ def train_with_old_kappa(argv: list[str]) -> int:
 
 
 class Lab(NamedTuple):
-    """Where an experiment keeps its summaries, and how many seeds are only tried."""
+    """The kept runs. Only a lab that trains adds what is missing; another does without."""
 
-    folder: Path
-    tried: int | None = None
+    store: Path
+    trains: bool
+    tried: int | None = None  # seeds
 
     def seeds(self, usual: int) -> range:
         """Of the reported runs."""
         return range(self.tried or usual)
 
-    def execute(self, jobs: Sequence[Job]) -> Rows:
-        """Run what is not finished, keeping summaries as they come; a row a job, in order."""
-        from tqdm import tqdm
+    def known(self) -> dict[str, Row]:
+        """The kept runs by name; before training, those of this program."""
+        rows = train.read_rows(self.store) if self.store.exists() else []
+        return {r["run"]: r for r in rows if not self.trains or r["program"] == program()}
 
-        known = kept(self.folder)
-        missing = {job.name: job for job in jobs if job.name not in known}
-        with ThreadPoolExecutor(diloco.cores()) as pool:
-            running = {pool.submit(job.train): name for name, job in missing.items()}
+    def execute(self, jobs: Sequence[Job]) -> list[Row]:
+        """A row a job, in order, keeping every run as it comes."""
+        known = self.known()
+        if self.trains:
+            missing = {job.name: job for job in jobs if job.name not in known}
+            self.finish(list(missing.values()), known)
+        found = ((job, known.get(job.name)) for job in jobs)
+        return [row | dict(arm=job.arm, base=job.base) for job, row in found if row]
+
+    def finish(self, jobs: Sequence[Job], known: dict[str, Row]) -> None:
+        """Train all of them; the bar counts steps, also of what is running."""
+        self.store.parent.mkdir(parents=True, exist_ok=True)
+        steps = sum(job.config.steps for job in jobs)
+        with ThreadPoolExecutor(diloco.cores()) as pool, tqdm(total=steps, unit="step") as bar:
+            open_jobs = {pool.submit(job.train): job for job in jobs}
+            before = 0
             try:
-                for done in tqdm(as_completed(running), total=len(running), unit="run"):
-                    known[running[done]] = done.result()
-                    keep(self.folder / "unfinished.json", {"runs": list(known.values())})
+                while open_jobs:
+                    for done in wait(open_jobs, 10, FIRST_COMPLETED).done:
+                        job = open_jobs.pop(done)
+                        known[job.name] = done.result() | {"program": program()}
+                        lines = (json.dumps(row) + "\n" for row in known.values())
+                        self.store.write_text("".join(lines))
+                        before += job.config.steps
+                    bar.n = before + sum(map(steps_done, open_jobs.values()))
+                    bar.refresh()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-        return [known[job.name] | dict(arm=job.arm, base=job.base) for job in jobs]
 
 
-def kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """The summaries of this program in a folder of results, by run."""
-    parts = [rows for path in folder.glob("*.json") for rows in train.read_json(path).values()]
-    return {row["run"]: row for rows in parts for row in rows if row.get("program") == PROGRAM}
-
-
-def keep(path: Path, found: Found) -> None:
-    """Write summaries, a run a line, so that differences are readable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for key, rows in found.items():
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        parts.append(f' "{key}": [\n{lines}\n ]')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+def steps_done(job: Job) -> int:
+    """Of a run that may not have begun; an earlier run's log is not its own."""
+    log = Path("runs", job.name, "metrics.jsonl")
+    return len(train.read_rows(log)) if log.exists() else 0
 
 
 # ---------------------------------------------------------------- arms
@@ -207,28 +244,27 @@ def flags(arm: str, seed: int, point: Point, count: int, more: str) -> str:
 
 def compare(
     lab: Lab, seeds: Sequence[int], points: Mapping[str, Sequence[Point]], more: str = ""
-) -> Rows:
+) -> list[Row]:
     """Every arm at its points, the controls last: they take AutoLoCo's fewest synchronisations."""
-    rows: Rows = []
+    rows: list[Row] = []
     for late in (False, True):
         jobs = []
         for seed, arm in product(seeds, (arm for arm in points if (arm in CONTROLS) == late)):
             same = [row for row in rows if (row["arm"], row["seed"]) == ("autoloco", seed)]
             count = min((row["synchronisations"] for row in same), default=0)
-            jobs += [
-                Job(arm, seed, flags(arm, seed, p, count, more), "diloco") for p in points[arm]
-            ]
+            if count or not late:
+                jobs += [Job(arm, seed, flags(arm, seed, p, count, more)) for p in points[arm]]
         rows += lab.execute(jobs)
     return rows
 
 
-def point_of(row: dict[str, Any]) -> Point:
+def point_of(row: Row) -> Point:
     """Outer rate and momentum of a run, as its command gives them."""
     rate, momentum = re.findall(r"--outer-(?:lr|momentum) (\S+)", row["command"])
     return float(rate), float(momentum)
 
 
-def best(tuning: Rows) -> dict[str, Sequence[Point]]:
+def best(tuning: list[Row]) -> dict[str, Sequence[Point]]:
     """Arm -> the point of its lowest validation loss."""
     arms = evaluation.by_arm(tuning).items()
     return {
@@ -240,8 +276,8 @@ def best(tuning: Rows) -> dict[str, Sequence[Point]]:
 def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], usual: int) -> Found:
     """Every arm at its best of these points on another seed (4.2); DDP has none to choose."""
     tuning = compare(lab, [TUNING_SEED], {arm: points for arm in arms if arm != "ddp"})
-    chosen = best(tuning)
-    at = {arm: chosen.get(arm, points[:1]) for arm in arms}
+    at = {"ddp": points[:1], **best(tuning)}
+    at = {arm: at[arm] for arm in arms if arm in at}
     return {"tuning": tuning, "runs": compare(lab, lab.seeds(usual), at)}
 
 
@@ -263,6 +299,24 @@ def at_points(lab: Lab, arms: Mapping[str, str], seeds: Mapping[Point, int]) -> 
     return found
 
 
+def readings(lab: Lab) -> Found:
+    """B.4's readings beside the paper's facts; before them what the tiny recipes' defaults follow:
+    DiLoCo's best point, and kappa_max there and at the published momentum.
+    """
+    tuning = compare(lab, [TUNING_SEED], {"diloco": POINTS})
+    here = {*best(tuning).get("diloco", ()), PUBLISHED["diloco"][0]}
+    bounds = [
+        Job(
+            f"autoloco, {kappa}" + case(point),
+            TUNING_SEED,
+            f"--method autoloco{bound}{outer(point)}",
+        )
+        for point, (kappa, bound) in product(sorted(here), KAPPAS.items())
+    ]
+    found = {"tuning": tuning, "bounds": lab.execute(bounds)}
+    return found | at_points(lab, READINGS, READING_SEEDS)
+
+
 def sft(lab: Lab) -> Found:
     """Fine-tuning (E.3, G.2) after a `tiny` run: wires, with and without normalisation."""
     jobs = []
@@ -276,9 +330,8 @@ def sft(lab: Lab) -> Found:
 
 def longer(lab: Lab) -> Found:
     """Five times the steps and the base horizon, at the main comparison's points."""
-    points = best(train.read_json(RESULTS / "main.json")["tuning"])
-    arms = {arm: points[arm] for arm in PUBLISHED}
-    return {"runs": compare(lab, lab.seeds(3), arms, LONGER)}
+    points = best(compare(lab, [TUNING_SEED], dict.fromkeys(PUBLISHED, POINTS)))
+    return {"runs": compare(lab, lab.seeds(3), points, LONGER)}
 
 
 SFT = {name: METHODS[name] for name in ("diloco", "autoloco")}
@@ -295,7 +348,7 @@ READING_SEEDS = {(0.7, 0.7): 3, (0.7, 0.9): 1}
 ABLATION_SEEDS = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0.7): 5}
 
 EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
-    "readings": lambda lab: at_points(lab, READINGS, READING_SEEDS),
+    "readings": readings,
     "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, 5),
     "published": lambda lab: {"runs": compare(lab, lab.seeds(5), PUBLISHED)},
     "ablation": lambda lab: at_points(lab, ABLATION, ABLATION_SEEDS),
@@ -311,7 +364,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
 # ---------------------------------------------------------------- tables
 
 
-def readings_table(rows: Rows) -> str:
+def readings_table(rows: list[Row]) -> str:
     """How many of the paper's facts each reading agrees with, in training loss."""
     arms = evaluation.by_arm(rows)
     loss = {arm: fmean(row["train_loss"] for row in group) for arm, group in arms.items()}
@@ -326,6 +379,8 @@ def readings_table(rows: Rows) -> str:
             f"+ normalisation {kappa}",
         )
         d, h, m, f, n = (name + case(point) for name in names)
+        if not {d, h, m, f, n} <= set(loss):
+            continue
         values = [
             *(loss[h] - loss[d], loss[m] - loss[d], loss[f] - loss[d], loss[n] - loss[f]),
             (loss[f] - loss[h]) / (loss[m] - loss[h]),
@@ -338,7 +393,7 @@ def readings_table(rows: Rows) -> str:
     return evaluation.table(" | ".join(["reading", "momentum", *FACTS, "agrees"]), lines)
 
 
-def restraint_table(rows: Rows) -> str:
+def restraint_table(rows: list[Row]) -> str:
     """Where the controller held back, and why."""
     lines = []
     for row in rows:
@@ -350,12 +405,13 @@ def restraint_table(rows: Rows) -> str:
 
 
 def tables(name: str, found: Found) -> str:
-    """Markdown of an experiment's kept summaries."""
+    """Markdown of an experiment's runs."""
     if name == "restraint":
         return restraint_table(found["runs"])
     text, arms = evaluation.results(found["runs"]), evaluation.by_arm(found["runs"])
     if name == "readings":
         text += "\n" + readings_table(found["runs"])
+        text += "\nkappa's bound on the tuning seed.\n\n" + evaluation.results(found["bounds"])
     if control := arms.get("as few, even"):
         apart = evaluation.paired(arms["autoloco"], control)
         below = sum(difference < 0 for difference in apart)
@@ -381,12 +437,12 @@ def filled(page: str, name: str, text: str) -> str:
     return before + start + text + rest[rest.index("<!-- end -->") :]
 
 
-def page() -> str:
-    """RESULTS.md as the kept summaries give it."""
+def page(lab: Lab) -> str:
+    """RESULTS.md as the kept runs give it; what was not run is not in it."""
     text = PAGE.read_text()
-    for name in EXPERIMENTS:
-        if (path := RESULTS / f"{name}.json").exists():
-            text = filled(text, name, tables(name, train.read_json(path)))
+    for name, experiment in EXPERIMENTS.items():
+        found = experiment(lab)
+        text = filled(text, name, tables(name, found) if found["runs"] else "")
     return text
 
 
@@ -419,7 +475,7 @@ def band(axes: Any, arm: str, seeds: Sequence[Sequence[Point]]) -> None:
     axes.annotate(words, (x[-1], y[-1]), place, textcoords="offset points", **look)
 
 
-def headline(axes: Any, rows: Rows) -> str:
+def headline(axes: Any, rows: list[Row]) -> str:
     """Smoothed training loss against the payload that a worker has sent; title."""
     for arm in LOOKS:
         curves = []
@@ -437,7 +493,7 @@ def headline(axes: Any, rows: Rows) -> str:
     )
 
 
-def frontier(axes: Any, rows: Rows) -> str:
+def frontier(axes: Any, rows: list[Row]) -> str:
     """Validation loss against synchronisations; title."""
     for method in ("diloco", "autoloco"):
         arms = [group for arm, group in evaluation.by_arm(rows).items() if arm.startswith(method)]
@@ -450,7 +506,7 @@ def frontier(axes: Any, rows: Rows) -> str:
 FIGURES = {"main": headline, "frontier": frontier}
 
 
-def draw(name: str, rows: Rows) -> None:
+def draw(name: str, rows: list[Row]) -> None:
     """The figure of an experiment; with the main one the controller's, where its run is here."""
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -480,22 +536,21 @@ def main(argv: list[str]) -> int:
         parser.error(f"NAME is one of {', '.join(EXPERIMENTS)}")
     if given.seeds is not None and not 1 <= given.seeds <= TUNING_SEED:
         parser.error(f"--seeds {given.seeds}: 1 to {TUNING_SEED}")
-    lab = Lab(TRIED if given.seeds else RESULTS, given.seeds)
+    lab = Lab(TRIED if given.seeds else KEPT, True, given.seeds)
     try:
         for name in given.names:
             found = EXPERIMENTS[name](lab)
-            keep(lab.folder / f"{name}.json", found)
-            (lab.folder / "unfinished.json").unlink(missing_ok=True)
             if given.seeds:
                 print(f"\n{name}\n\n{tables(name, found)}")
     except (RuntimeError, ValueError) as error:
         print(f"run: {error}", file=sys.stderr)
         return 1
     if not given.seeds:
-        PAGE.write_text(page())
+        kept = Lab(KEPT, trains=False)
+        PAGE.write_text(page(kept))
         for name in FIGURES:
-            if (path := RESULTS / f"{name}.json").exists():
-                draw(name, train.read_json(path)["runs"])
+            if rows := EXPERIMENTS[name](kept)["runs"]:
+                draw(name, rows)
     return 0
 
 

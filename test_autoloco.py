@@ -5537,19 +5537,20 @@ def test_the_old_reading_of_kappa_is_another_run_and_has_no_rho(monkeypatch):
     assert experiments.autoloco.step_scale(0.853815, 0.9, 1.5, 2.0) == pytest.approx(1.46185)
 
 
-def test_results_page_is_what_the_kept_summaries_give():
-    assert experiments.page() == experiments.PAGE.read_text()
-    kept = [train.read_json(path) for path in experiments.RESULTS.glob("*.json")]
-    rows = [row for found in kept for part in found.values() for row in part]
-    assert len({(row.get("program"), row.get("corpus")) for row in rows}) == 1
+def test_results_page_is_what_the_kept_runs_give():
+    kept = experiments.Lab(experiments.KEPT, trains=False)
+    assert experiments.page(kept) == experiments.PAGE.read_text()
+    rows = list(kept.known().values())
+    assert len({(row["program"], row["corpus"]) for row in rows}) <= 1
     assert all("command" in row for row in rows)
 
 
 @pytest.mark.slow
 def test_an_experiment_runs_once_keeps_its_rows_and_a_try_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "program", lambda: "this one")
     flags = "--steps 20 --val-documents 4 --base-horizon 10 --method diloco"
-    jobs = [experiments.Job("diloco", seed, flags, "diloco") for seed in (0, 1)]
+    jobs = [experiments.Job("diloco", seed, flags) for seed in (0, 1)]
     reordered = "--method diloco --base-horizon 10 --steps 20 --val-documents 4 --outer-lr 0.7"
     assert jobs[0]._replace(flags=reordered).name == jobs[0].name != jobs[1].name
     monkeypatch.setitem(experiments.EXPERIMENTS, "wires", lambda lab: {"runs": lab.execute(jobs)})
@@ -5558,13 +5559,25 @@ def test_an_experiment_runs_once_keeps_its_rows_and_a_try_changes_nothing(tmp_pa
     }
     assert experiments.main(["wires", "--seeds", "1"]) == 0
     assert all(path.read_bytes() == content for path, content in before.items())
-    assert not (experiments.TRIED / "unfinished.json").exists()
-    rows = train.read_json(experiments.TRIED / "wires.json")["runs"]
-    assert [row["seed"] for row in rows] == [0, 1] and rows[0]["val_loss"] != rows[1]["val_loss"]
-    assert len(rows[0]["curve"]) == 20 and rows[0]["program"] == train.program_sha256()
+    lab = experiments.Lab(experiments.TRIED, trains=True)
     monkeypatch.setattr(experiments.Job, "train", None)  # nothing is left to run
-    assert experiments.Lab(experiments.TRIED).execute(jobs) == rows
+    rows = lab.execute(jobs)
+    assert [row["seed"] for row in rows] == [0, 1] and rows[0]["val_loss"] != rows[1]["val_loss"]
+    assert len(rows[0]["curve"]) == 20 and rows[0]["program"] == "this one"
     assert evaluation.results(rows) in experiments.tables("wires", {"runs": rows})
+    monkeypatch.setattr(experiments, "program", lambda: "another")
+    assert not lab.known() and len(lab._replace(trains=False).known()) == 2
+
+
+@pytest.mark.slow
+def test_the_program_s_hash_follows_what_it_computes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for rate in ("0.7", "0.7", "0.71"):
+        monkeypatch.setattr(experiments, "PROBES", ["--wire int8"])
+        monkeypatch.setattr(experiments, "PROBE", experiments.PROBE.replace("0.7", rate, 1))
+        found.append(experiments.program.__wrapped__())
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("words", [["mian"], ["main", "--seeds", "0"]])

@@ -95,8 +95,15 @@ class Job(NamedTuple):
         }
 
 
-PROBE = "--steps 60 --warmup 6 --base-horizon 4 --val-documents 16 --outer-lr 0.7"
-PROBE += " --outer-momentum 0.9 --max-step-scale 1.5 "
+PROBES = [f"--method {method}" for method in train.METHODS]
+PROBES += ["--wire int8", "--normalise", "--no-scale-step --workers 2", "--partition module"]
+PROBES += ["--recipe tiny-sft --method diloco", OLD_KAPPA]
+PROBE = " --steps 60 --warmup 6 --base-horizon 4 --val-documents 16 --outer-lr 0.7"
+PROBE += " --outer-momentum 0.9 --max-step-scale 1.5"
+BITS = {
+    "metrics": ("loss", "grad_norm"),
+    "intervals": ("steps", "drift", "coherence", "momentum", "step_scale", "checksum"),
+}
 
 
 @cache
@@ -105,21 +112,14 @@ def program() -> str:
     kind. Runs of an equal program on an equal machine can be set side by side; a change that only
     reads differently keeps them.
     """
-    cases = [f"--method {method}" for method in train.METHODS]
-    cases += ["--wire int8", "--normalise", "--no-scale-step --workers 2", "--partition module"]
-    cases += ["--recipe tiny-sft --method diloco", OLD_KAPPA]
-    jobs = [Job("", 0, f"{case} {PROBE}") for case in cases]
+    jobs = {f"probe-{at}": Job("", 0, probe + PROBE) for at, probe in enumerate(PROBES)}
     with ThreadPoolExecutor(diloco.cores()) as pool:
-        [*pool.map(lambda at: jobs[at].train(f"probe-{at}"), range(len(jobs)))]
-    names = {
-        "metrics": ("loss", "grad_norm"),
-        "intervals": ("steps", "drift", "coherence", "momentum", "step_scale", "checksum"),
-    }
+        [*pool.map(lambda name: jobs[name].train(name), jobs)]
     bits = [
         [row[key] for key in keys]
-        for at, (log, keys) in product(range(len(jobs)), names.items())
-        for row in train.read_rows(Path("runs", f"probe-{at}", f"{log}.jsonl"))
-        if "rules" not in row
+        for name, (log, keys) in product(jobs, BITS.items())
+        for row in train.read_rows(Path("runs", name, f"{log}.jsonl"))
+        if keys[0] in row
     ]
     return hashlib.sha256(json.dumps(bits).encode()).hexdigest()[:16]
 

@@ -24,7 +24,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import fields
 from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
@@ -68,11 +68,14 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Run folder: equal settings are the same run, however flags and recipes put them."""
-        usual = vars(train.Config)
-        settings = {k: v for k, v in sorted(asdict(self.config).items()) if v != usual[k]}
-        key = f"{settings}{self.flags.startswith(OLD_KAPPA)}".encode()
-        return f"experiment-{zlib.crc32(key):08x}-{self.seed}"
+        """Run folder: settings of equal effect are the same run, however they were given."""
+        config = self.config
+        settings: list[Any] = [self.flags.startswith(OLD_KAPPA)]
+        for one in fields(config):
+            value, needs = getattr(config, one.name), one.metadata.get("needs")
+            if value != one.default and (needs is None or train.NEEDS[needs](config)):
+                settings.append((one.name, value))
+        return f"experiment-{zlib.crc32(repr(settings).encode()):08x}-{self.seed}"
 
     def train(self, name: str = "") -> Row:
         """Its summary; trained in a process of its own."""

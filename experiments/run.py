@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -193,10 +193,8 @@ def steps_done(job: Job) -> int:
 
 METHODS = {name: f"--method {name}" for name in ("ddp", "diloco", "linear", "qsr", "autoloco")}
 CONTROLS = ("as few, even", "as few, random")
-FRONTIER = {
-    **{f"diloco, H {h}": f"--base-horizon {h}" for h in (10, 14, 20, 27, 35, 45, 60, 80)},
-    **{f"autoloco, H up to {h}": f"--max-horizon {h}" for h in (30, 40, 60, 80)},
-}
+FRONTIER = {f"diloco, H {h}": f"--base-horizon {h}" for h in (10, 14, 20, 27, 35, 45, 60, 80)}
+FRONTIER |= {f"autoloco, H up to {h}": f"--max-horizon {h}" for h in (30, 40, 60, 80)}
 ABLATION = {
     "diloco": "--method diloco",
     "horizon only": "--method autoloco --no-adjust-momentum --no-scale-step",
@@ -233,14 +231,14 @@ def case(point: Point) -> str:
 
 def flags(arm: str, seed: int, point: Point, count: int, more: str) -> str:
     """Flags of a method, of an arm of the frontier, or of a control with `count` intervals."""
-    if arm in FRONTIER:
-        return f"--method {arm.split(',')[0]} {FRONTIER[arm]}" + outer(point)
-    if arm in METHODS:
-        return METHODS[arm] + (outer(point) if arm != "ddp" else "") + more
+    if arm == "ddp":
+        return METHODS[arm] + more
+    if arm not in CONTROLS:
+        return f"--method {arm.split(',')[0]} {FRONTIER.get(arm, '')}" + outer(point) + more
     draw, steps = random.Random(seed), train.parse(more.split())[0].steps
     weights = [draw.uniform(0.5, 1.5) if arm == "as few, random" else 1.0 for _ in range(count)]
-    ends = [round(steps * end / sum(weights)) for end in accumulate(weights)]
-    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    ends = [0, *(round(steps * end / sum(weights)) for end in accumulate(weights))]
+    lengths = [end - start for start, end in pairwise(ends)]
     horizons = diloco.format_runs(diloco.run_lengths(lengths)).replace(" ", ",")
     return f"--method diloco --horizons {horizons}" + outer(point) + more
 
@@ -269,37 +267,33 @@ def point_of(row: Row) -> Point:
 
 def best(tuning: list[Row]) -> dict[str, Sequence[Point]]:
     """Arm -> the point of its lowest validation loss."""
-    arms = evaluation.by_arm(tuning).items()
-    return {
-        arm: [point_of(min(rows, key=lambda row: row["val_loss"] or math.inf))]
-        for arm, rows in arms
+    chosen = {
+        arm: min(rows, key=lambda row: row["val_loss"] or math.inf)
+        for arm, rows in evaluation.by_arm(tuning).items()
     }
+    return {arm: [point_of(row)] for arm, row in chosen.items()}
 
 
 def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], usual: int) -> Found:
     """Every arm at its best of these points on another seed (4.2); DDP has none to choose."""
     tuning = compare(lab, [TUNING_SEED], {arm: points for arm in arms if arm != "ddp"})
-    at = {"ddp": points[:1], **best(tuning)}
-    at = {arm: at[arm] for arm in arms if arm in at}
+    chosen = {"ddp": points} | best(tuning)
+    at = {arm: chosen[arm][:1] for arm in arms if arm in chosen}
     return {"tuning": tuning, "runs": compare(lab, lab.seeds(usual), at)}
 
 
-def paired(lab: Lab, arms: Mapping[str, str], usual: int, base: str = "diloco") -> Found:
-    """Arms with their flags; `METHOD, CASE` is compared with `base, CASE` on the same seed."""
-    jobs = [
-        Job(arm, seed, settings, base + arm[len(arm.split(",")[0]) :])
-        for (arm, settings), seed in product(arms.items(), lab.seeds(usual))
-    ]
+def paired(
+    lab: Lab, arms: Mapping[str, str], seeds: Mapping[Point | None, int], base: str = "diloco"
+) -> Found:
+    """Arms with their flags, at points with each its number of seeds (None: at the recipe's);
+    `METHOD, CASE` is compared with `base, CASE` on the same seed.
+    """
+    jobs = []
+    for (point, usual), (arm, settings) in product(seeds.items(), arms.items()):
+        at, more = (case(point), outer(point)) if point else ("", "")
+        of = base + arm[len(arm.split(",")[0]) :] + at
+        jobs += [Job(arm + at, seed, settings + more, of) for seed in lab.seeds(usual)]
     return {"runs": lab.execute(jobs)}
-
-
-def at_points(lab: Lab, arms: Mapping[str, str], seeds: Mapping[Point, int]) -> Found:
-    """Arms at several points, each with its own number of seeds."""
-    found: Found = {"runs": []}
-    for point, usual in seeds.items():
-        here = {arm + case(point): settings + outer(point) for arm, settings in arms.items()}
-        found["runs"] += paired(lab, here, usual)["runs"]
-    return found
 
 
 def readings(lab: Lab) -> Found:
@@ -310,20 +304,20 @@ def readings(lab: Lab) -> Found:
     here = {*best(tuning).get("diloco", ()), PUBLISHED["diloco"][0]}
     bounds = [
         Job(
-            f"autoloco, {kappa}" + case(point),
+            f"autoloco, {kappa}{case(point)}",
             TUNING_SEED,
-            f"--method autoloco{bound}{outer(point)}",
+            METHODS["autoloco"] + bound + outer(point),
         )
         for point, (kappa, bound) in product(sorted(here), KAPPAS.items())
     ]
     found = {"tuning": tuning, "bounds": lab.execute(bounds)}
-    return found | at_points(lab, READINGS, READING_SEEDS)
+    return found | paired(lab, READINGS, READING_SEEDS)
 
 
 def sft(lab: Lab) -> Found:
     """Fine-tuning (E.3, G.2) after a `tiny` run: wires, with and without normalisation."""
     jobs = []
-    for start in paired(lab, {"start": METHODS["autoloco"]}, 3)["runs"]:
+    for start in paired(lab, {"start": METHODS["autoloco"]}, {None: 3})["runs"]:
         first = f"--recipe tiny-sft --init-from runs/{start['run']}"
         for (arm, more), wire in product(SFT.items(), ("fp32", "bf16", "int8")):
             settings = f"{first} {more} --wire {wire}"
@@ -339,6 +333,7 @@ def longer(lab: Lab) -> Found:
 
 SFT = {name: METHODS[name] for name in ("diloco", "autoloco")}
 SFT["not normalised"] = "--method autoloco --no-normalise"
+WIRES = {wire: f"--wire {wire}" for wire in ("fp32", "int8")}
 WORKERS = {
     f"{method}, {count} workers": f"--method {method} --workers {count}"
     for count, method in product((2, 4, 8), ("diloco", "autoloco"))
@@ -347,18 +342,18 @@ WORKERS = {
 RESTRAINT = {f"--lr {rate}": f"--lr {rate}" for rate in ("2e-3", "2e-2", "5e-2", "1e-1", "2e-1")}
 RESTRAINT |= {text: text for text in ("--partition module", "--partition module --lr 2e-2")}
 PUBLISHED = dict.fromkeys(("diloco", "autoloco", "as few, even"), [(0.7, 0.9)])  # A15
-READING_SEEDS = {(0.7, 0.7): 3, (0.7, 0.9): 1}
-ABLATION_SEEDS = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0.7): 5}
+READING_SEEDS: dict[Point | None, int] = {(0.7, 0.7): 3, (0.7, 0.9): 1}
+ABLATION_SEEDS: dict[Point | None, int] = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0.7): 5}
 
 EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
     "readings": readings,
     "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, 5),
     "published": lambda lab: {"runs": compare(lab, lab.seeds(5), PUBLISHED)},
-    "ablation": lambda lab: at_points(lab, ABLATION, ABLATION_SEEDS),
+    "ablation": lambda lab: paired(lab, ABLATION, ABLATION_SEEDS),
     "sft": sft,
-    "wires": lambda lab: paired(lab, {w: f"--wire {w}" for w in ("fp32", "int8")}, 5, "fp32"),
-    "workers": lambda lab: paired(lab, WORKERS, 1),
-    "restraint": lambda lab: paired(lab, RESTRAINT, 1),
+    "wires": lambda lab: paired(lab, WIRES, {None: 5}, "fp32"),
+    "workers": lambda lab: paired(lab, WORKERS, {None: 1}),
+    "restraint": lambda lab: paired(lab, RESTRAINT, {None: 1}),
     "frontier": lambda lab: tuned(lab, FRONTIER, POINTS[:2], 3),
     "longer": longer,
 }
@@ -373,14 +368,8 @@ def readings_table(rows: list[Row]) -> str:
     loss = {arm: fmean(row["train_loss"] for row in group) for arm, group in arms.items()}
     size = {arm: fmean(row["update"] for row in group) for arm, group in arms.items()}
     lines = [["the paper", "", *(fact[0] for fact in FACTS.values()), ""]]
-    for point, kappa in product(READING_SEEDS, ("without rho", *KAPPAS)):
-        names = (
-            "diloco",
-            "horizon only",
-            "+ momentum",
-            f"full {kappa}",
-            f"+ normalisation {kappa}",
-        )
+    for point, kappa in product(filter(None, READING_SEEDS), ("without rho", *KAPPAS)):
+        names = [*ABLATION][:3] + [f"{arm} {kappa}" for arm in [*ABLATION][3:]]
         d, h, m, f, n = (name + case(point) for name in names)
         if not {d, h, m, f, n} <= set(loss):
             continue
@@ -423,9 +412,12 @@ def tables(name: str, found: Found) -> str:
     if "tuning" in found:
         lines = []
         for arm, rows in evaluation.by_arm(found["tuning"]).items():
-            losses = [row["val_loss"] or math.inf for row in rows]
-            lines.append([arm, *(f"{x:.4f}{' (best)' * (x == min(losses))}" for x in losses)])
-        heads = ("{:g}, {:g}".format(*point_of(row)) for row in rows)
+            losses = {point_of(row): row["val_loss"] or math.inf for row in rows}
+            least, cells = min(losses.values()), (losses.get(point) for point in POINTS)
+            lines.append(
+                [arm, *(f"{x:.4f}{' (best)' * (x == least)}" if x else "-" for x in cells)]
+            )
+        heads = (f"{rate}, {momentum}" for rate, momentum in POINTS)
         text += "\nTuning: validation loss at outer rate and momentum, on another seed.\n\n"
         text += evaluation.table(" | ".join(["arm", *heads]), lines)
     return text
@@ -467,6 +459,8 @@ LOOKS = {  # label, colour, and where the label stands from the end of its line,
 
 def band(axes: Any, arm: str, seeds: Sequence[Sequence[Point]]) -> None:
     """Mean and standard deviation over seeds of one curve, its name at its end."""
+    if not seeds:
+        return
     words, colour, place = LOOKS[arm]
     points = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=True)]
     x, y = ([fmean(values[k]) for values in points] for k in (0, 1))
@@ -478,11 +472,11 @@ def band(axes: Any, arm: str, seeds: Sequence[Sequence[Point]]) -> None:
     axes.annotate(words, (x[-1], y[-1]), place, textcoords="offset points", **look)
 
 
-def headline(axes: Any, rows: list[Row]) -> str:
-    """Smoothed training loss against the payload that a worker has sent; title."""
+def headline(axes: Any, rows: list[Row]) -> None:
+    """Smoothed training loss against the payload that a worker has sent."""
     for arm in LOOKS:
         curves = []
-        for row in evaluation.by_arm(row for row in rows if "curve" in row)[arm]:
+        for row in (row for row in rows if row["arm"] == arm):
             ends = list(accumulate(n for count, n in row["intervals"] for _ in range(count)))
             each, parts = row["payload_bytes"] / len(ends) / 1e6, len(row["curve"])
             steps = [ends[-1] * (k + 1) / parts for k in range(parts)]
@@ -491,19 +485,15 @@ def headline(axes: Any, rows: list[Row]) -> str:
             curves.append(list(zip(sent, row["curve"], strict=True))[parts * 3 // 20 :])
         band(axes, arm, curves)
     axes.set(xlabel="sent by one worker so far, MB", ylabel="training loss, nats per token")
-    return (
-        f"0.8M-parameter model, four workers: mean and standard deviation over {len(curves)} seeds"
-    )
 
 
-def frontier(axes: Any, rows: list[Row]) -> str:
-    """Validation loss against synchronisations; title."""
+def frontier(axes: Any, rows: list[Row]) -> None:
+    """Validation loss against synchronisations."""
     for method in ("diloco", "autoloco"):
         arms = [group for arm, group in evaluation.by_arm(rows).items() if arm.startswith(method)]
         curves = [[(row["synchronisations"], row["val_loss"]) for row in group] for group in arms]
         band(axes, method, [sorted(seed, reverse=True) for seed in zip(*curves, strict=True)])
     axes.set(xlabel="synchronisations", ylabel="validation loss, nats a token")
-    return "0.8M-parameter model, four workers: mean and standard deviation over seeds"
 
 
 FIGURES = {"main": headline, "frontier": frontier}
@@ -514,10 +504,13 @@ def draw(name: str, rows: list[Row]) -> None:
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(FIGURES[name](axes, rows), fontsize=10, loc="left")
+    seeds = len({row["seed"] for row in rows})
+    title = f"0.8M-parameter model, four workers: mean and standard deviation over {seeds} seeds"
+    axes.set_title(title, fontsize=10, loc="left")
+    FIGURES[name](axes, rows)
     figure.savefig(HERE / f"{FIGURES[name].__name__}.png", dpi=120)
     for row in rows:
-        run = Path("runs", row.get("run", ""))
+        run = Path("runs", row["run"])
         if (row["arm"], row["seed"]) == ("autoloco", 0) and (run / "summary.json").exists():
             controller = evaluation.controller_figure(evaluation.read_run(run))
             controller.savefig(HERE / "controller.png", dpi=120)

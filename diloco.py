@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 from typing import Any
 
 import torch
@@ -612,6 +612,7 @@ class Wire:
         self.parts: list[list[Chunk]] = [[] for _ in range(ranks.groups)]
         for chunk, before in zip(self.chunks, accumulate(sizes, initial=0), strict=False):
             self.parts[before * ranks.groups // self.payload_bytes].append(chunk)
+        self.sizes = [sum(map(codec.nbytes, part)) for part in self.parts]  # of a message, bytes
 
     def mean(
         self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
@@ -625,78 +626,59 @@ class Wire:
         chunk in order with the decoded mean, (n,) fp32, which the caller may change; `hosted` is
         overwritten where that saves a copy.
         """
-        groups, size = range(self.ranks.groups), self._bytes(self.me)
-        others = [group for group in groups if group != self.me]
-        sent = {
-            group: torch.stack([self._encode(group, tensors) for tensors in hosted])
-            for group in others
-        }
-        received: dict[int, Any] = {group: self._empty(len(hosted), size) for group in others}
-        self.ranks.exchange(sent, received)
-        del sent
-        received[self.me] = hosted  # of each worker, in order: its tensors here, or its bytes
-        rows = zip([row for group in groups for row in received[group]], include, strict=True)
-        own = zip(
-            self.parts[self.me], self._average([row for row, counts in rows if counts]), strict=True
-        )
-        if not others:  # nothing travels, so no message is made
-            yield from ((chunk, self.round_trip(chunk, mean)) for chunk, mean in own)
+        own, means = self.parts[self.me], self._own_means(hosted, include)
+        if self.ranks.groups == 1:  # nothing travels, so no message is made
+            yield from zip(own, map(self.round_trip, own, means), strict=True)
             return
-        mine = self._empty(size)
-        for (chunk, mean), slot in zip(own, self._slots(self.me, mine), strict=True):
-            self.codec.encode(mean, chunk.block, slot)
-        del own, received
-        means = {group: self._empty(self._bytes(group)) for group in others}
-        self.ranks.exchange(dict.fromkeys(others, mine), means)
-        means[self.me] = mine
+        mine = self._encode(own, means)
+        others = {group: mine for group in range(self.ranks.groups) if group != self.me}
+        messages = self.ranks.exchange(others, self.sizes) | {self.me: mine}
         for group, part in enumerate(self.parts):
-            for chunk, slot in zip(part, self._slots(group, means[group]), strict=True):
-                yield chunk, self._decode(chunk, slot)
+            yield from zip(part, self._decode(part, messages[group]), strict=True)
 
-    def _bytes(self, group: int) -> int:
-        return sum(map(self.codec.nbytes, self.parts[group]))
+    def _own_means(
+        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
+    ) -> Iterator[Tensor]:
+        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
+        it does not depend on the layout.
+        """
+        own, here, groups = self.parts[self.me], len(hosted), self.ranks.groups
+        sends = {
+            group: self._encode(part * here, [cut(row, chunk) for row in hosted for chunk in part])
+            for group, part in enumerate(self.parts)
+            if group != self.me
+        }
+        found = self.ranks.exchange(sends, [here * self.sizes[self.me]] * groups)
+        del sends
+        rows: list[Iterator[Tensor]]  # of each worker its decoded chunks, one after the other
+        rows = [self._decode(own, row) for message in found.values() for row in message.chunk(here)]
+        at = self.me * here  # the own workers stand between those of other ranks
+        rows[at:at] = [map(self.round_trip, own, [cut(t, chunk) for chunk in own]) for t in hosted]
+        rows = list(compress(rows, include))
+        for total in rows[0]:
+            for row in rows[1:]:
+                total.add_(next(row))
+            yield total.div_(len(rows)) if len(rows) > 1 else total
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.uint8, device=self.ranks.device)
-
-    def _slots(self, group: int, message: Tensor) -> Sequence[Tensor]:
-        """Where the encodings of a group's chunks stand in its message."""
-        return message.split([self.codec.nbytes(chunk) for chunk in self.parts[group]])
-
-    def _encode(self, group: int, tensors: Sequence[Tensor]) -> Tensor:
-        message = self._empty(self._bytes(group))
-        for chunk, slot in zip(self.parts[group], self._slots(group, message), strict=True):
-            self.codec.encode(cut(tensors, chunk), chunk.block, slot)
+    def _encode(self, chunks: Sequence[Chunk], sources: Iterable[Tensor]) -> Tensor:
+        """One message: the encodings of the chunks, one after the other."""
+        sizes = [self.codec.nbytes(chunk) for chunk in chunks]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=self.ranks.device)
+        for chunk, source, slot in zip(chunks, sources, message.split(sizes), strict=True):
+            self.codec.encode(source, chunk.block, slot)
         return message
 
-    def _decode(self, chunk: Chunk, slot: Tensor) -> Tensor:
-        out = torch.empty(chunk.stop - chunk.start, device=self.ranks.device)
-        return self.codec.decode(slot, chunk.block, out)
+    def _decode(self, chunks: Sequence[Chunk], message: Tensor) -> Iterator[Tensor]:
+        slots = message.split([self.codec.nbytes(chunk) for chunk in chunks])
+        for chunk, slot in zip(chunks, slots, strict=True):
+            out = torch.empty(chunk.stop - chunk.start, device=message.device)
+            yield self.codec.decode(slot, chunk.block, out)
 
     def round_trip(self, chunk: Chunk, source: Tensor) -> Tensor:
         """decode(encode(source)), what the other side would see."""
         if self.codec.name == "fp32":
             return source
-        slot = self._empty(self.codec.nbytes(chunk))
-        self.codec.encode(source, chunk.block, slot)
-        return self._decode(chunk, slot)
-
-    def _average(self, rows: Sequence[Any]) -> Iterator[Tensor]:
-        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
-        it does not depend on the layout.
-        """
-        part = self.parts[self.me]
-        slots = [self._slots(self.me, row) if isinstance(row, Tensor) else None for row in rows]
-        for index, chunk in enumerate(part):
-            total = None
-            for row, encoded in zip(rows, slots, strict=True):
-                if encoded is None:
-                    source = self.round_trip(chunk, cut(row, chunk))
-                else:
-                    source = self._decode(chunk, encoded[index])
-                total = source if total is None else total.add_(source)
-            assert total is not None, "at least one worker is included"
-            yield total.div_(len(rows)) if len(rows) > 1 else total
+        return next(self._decode([chunk], self._encode([chunk], [source])))
 
 
 # ---------------------------------------------------------------- ranks
@@ -789,26 +771,22 @@ class Ranks:
                     words = f"rank {rank} has {own.get(name)}, rank {rank % apart} has {value}"
                     raise error(f"{name}: {words}")
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """One message to and from each other group's rank of the same shard, all at once.
-
-        Contiguous tensors, the received ones are written. Where the wire is on the CPU and the
-        tensors are not, they are staged.
+    def exchange(self, sends: Mapping[int, Tensor], sizes: Sequence[int]) -> dict[int, Tensor]:
+        """One message of bytes to, and one of `sizes[group]` bytes from, each other group's rank of
+        the same shard, all at once; staged where the wire is on the CPU and the device is not.
         """
-        S, wire = self.ranks_per_worker, self.wire_device
-        staged = {group: target.to(wire) for group, target in receives.items()}
+        wire, S = self.wire_device, self.ranks_per_worker
+        found = {g: torch.empty(sizes[g], dtype=torch.uint8, device=wire) for g in sends}
         operations = [
             dist.P2POp(call, tensor.to(wire), group * S + self.shard)
-            for call, tensors in ((dist.irecv, staged), (dist.isend, sends))
+            for call, tensors in ((dist.irecv, found), (dist.isend, sends))
             for group, tensor in tensors.items()
             if tensor.numel()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        self.bytes_sent += sum(t.numel() * t.element_size() for t in sends.values())
-        for group, target in receives.items():
-            if staged[group] is not target:
-                target.copy_(staged[group])
+        self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
+        return {group: tensor.to(self.device) for group, tensor in found.items()}
 
     def watch(self, store: Any) -> None:
         """Tell the other ranks of a signal that came to this one, and hear of theirs: one look a

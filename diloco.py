@@ -31,7 +31,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate, chain, compress, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,8 +66,7 @@ def nesterov(
 RECORD = ("loss", "targets", "tokens", "grad_norm")  # sums of one local step of one worker
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What one synchronisation measured, the same on every rank.
 
     `values` are its named statistics: log and report show whatever stands there.
@@ -727,13 +726,10 @@ class Ranks:
         """One message of bytes to, and one of `sizes[group]` bytes from, each other group's rank of
         the same shard, all at once; staged where the wire is on the CPU and the device is not.
         """
-        found = {
-            g: torch.empty(sizes[g], dtype=torch.uint8, device=self.wire_device) for g in sends
-        }
+        wire, S = self.wire_device, self.ranks_per_worker
+        found = {g: torch.empty(sizes[g], dtype=torch.uint8, device=wire) for g in sends}
         operations = [
-            dist.P2POp(
-                call, tensor.to(self.wire_device), group * self.ranks_per_worker + self.shard
-            )
+            dist.P2POp(call, tensor.to(wire), group * S + self.shard)
             for call, tensors in ((dist.irecv, found), (dist.isend, sends))
             for group, tensor in tensors.items()
             if tensor.numel()

@@ -1770,7 +1770,7 @@ class ErrorFeedback(diloco.LocalUpdate):
         measured = super().synchronise(plan)
         own = torch.tensor([energy(replica.buffers["lost"]) for replica in self.replicas])
         lost = self.ranks.gather(own.double()).sum()
-        return replace(measured, values=measured.values | {"lost_energy": float(lost)})
+        return measured._replace(values=measured.values | {"lost_energy": float(lost)})
 
 
 def muon_and_adamw(network: nn.Module) -> list[torch.optim.Optimizer]:

@@ -10,7 +10,6 @@ global random generator.
 
 import ast
 import base64
-import gc
 import gzip
 import hashlib
 import importlib.metadata
@@ -27,6 +26,7 @@ import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -836,7 +836,6 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
 
 def _write_corpus(root: Path, about: dict[str, Any]) -> None:
     """Extract, split by module, cut, de-duplicate and write."""
-    gc.disable()  # a syntax tree is millions of objects and no garbage: a third of the time
     packages = ", ".join(about["packages"])
     print(f"building the text of the tiny recipes, once: docstrings of {packages}", file=sys.stderr)
     found: dict[tuple[str, str], dict[str, Any]] = {(k, s): {} for k in FILES for s in SPLITS}
@@ -876,7 +875,6 @@ def _write_corpus(root: Path, about: dict[str, Any]) -> None:
                     for text in texts[at::shards]:
                         out.write(json.dumps(rows[text], ensure_ascii=False).encode() + b"\n")
         counts[f"{kind}_sha256"] = digest.hexdigest()
-    gc.enable()
     (root / "corpus.json").write_text(json.dumps({**about, "corpus": counts}, indent=1) + "\n")
 
 
@@ -884,8 +882,7 @@ def _docstrings(package: str) -> Iterator[tuple[str, str, str]]:
     """(module, name, docstring) of a package's files, which are parsed and never imported."""
     from tqdm import tqdm
 
-    spec = importlib.util.find_spec(package)
-    assert spec and spec.submodule_search_locations, f"{package} is not a package"
+    spec: Any = importlib.util.find_spec(package)
     root = Path(spec.submodule_search_locations[0])
     files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
     for file in tqdm(files, f"docstrings of {package}", leave=False, mininterval=1):
@@ -894,28 +891,23 @@ def _docstrings(package: str) -> Iterator[tuple[str, str, str]]:
         if b'"""' not in source:
             continue
         module = ".".join((package, *parts)).removesuffix(".__init__")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's escape sequences
-            try:
-                tree = ast.parse(source)
-            except SyntaxError:  # a template, or for another Python, which is part of the key
-                continue
-        for name, node in [("", tree), *_definitions(tree, "")]:
-            if text := ast.get_docstring(node):
+        # Other people's escape sequences; templates, or files for another Python.
+        with warnings.catch_warnings(action="ignore"), suppress(SyntaxError):
+            for name, text in _documented(ast.parse(source), ""):
                 # Control characters and lone surrogates become spaces.
                 text = re.sub(r"[^\n -~\xa1-\ud7ff\ue000-\U0010ffff]", " ", text)
                 yield module, name, text
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, node) of the classes and functions in a node, at any depth."""
-    for block in ("body", "orelse", "handlers", "finalbody"):
-        for child in getattr(node, block, []):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield prefix + child.name, child
-                yield from _definitions(child, f"{prefix}{child.name}.")
-            elif hasattr(child, "body"):
-                yield from _definitions(child, prefix)
+def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of a module, or of a class or function and all that it holds."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        name = f"{name}.{getattr(node, 'name', '')}".strip(".")
+        if text := ast.get_docstring(node):
+            yield name, text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler):
+            yield from _documented(child, name)
 
 
 def _records(docstring: str) -> Iterator[str]:
@@ -932,27 +924,22 @@ def _records(docstring: str) -> Iterator[str]:
         if len(record.encode()) >= RECORD:
             yield record
             record = ""
-    if record:
-        yield record
+    yield record
 
 
 def _conversation(docstring: str) -> list[dict[str, str]]:
     """The doctests of a docstring: code from the user, its output from the assistant."""
-    if ">>>" not in docstring:
-        return []
     from doctest import DocTestParser
 
-    try:
-        examples = DocTestParser().get_examples(docstring)
-    except ValueError:  # not a doctest after all
-        return []
     messages, code = [], ""
-    for example in examples:
-        code = (code + re.sub(r"\s*#\s*doctest:.*", "", example.source).rstrip() + "\n").lstrip()
-        if output := example.want.strip():  # code without output joins the next that has one
-            messages.append({"role": "user", "content": code.rstrip()})
-            messages.append({"role": "assistant", "content": output})
-            code = ""
+    with suppress(ValueError):  # not a doctest after all
+        for example in DocTestParser().get_examples(docstring):
+            source = re.sub(r"\s*#\s*doctest:.*", "", example.source)
+            code = f"{code}{source.rstrip()}\n".lstrip()
+            if output := example.want.strip():  # code without output joins the next that has one
+                messages.append({"role": "user", "content": code.rstrip()})
+                messages.append({"role": "assistant", "content": output})
+                code = ""
     return messages
 
 

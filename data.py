@@ -18,7 +18,6 @@ import json
 import mmap
 import operator
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -808,16 +807,13 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
     conversations ("messages"), `corpus.json` versions and counts; both folders also work as
     `--data FOLDER`. No package is imported.
     """
-    try:
-        versions = {name: importlib.metadata.version(name) for name in packages}
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"--data docstrings reads the package {error.name}: pip install -r requirements.txt"
-        ) from error
     from filelock import FileLock
 
-    # The Python version decides what a source file parses to.
-    python = ".".join(platform.python_version_tuple()[:2])
+    try:
+        versions = {name: importlib.metadata.version(name) for name in packages}
+    except ImportError as error:
+        raise ValueError(f"--data docstrings: {error}: pip install -r requirements.txt") from error
+    python = "{}.{}".format(*sys.version_info)  # decides what a source file parses to
     about = {"corpus_version": CORPUS_VERSION, "python": python, "packages": versions}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
@@ -838,25 +834,25 @@ def _write_corpus(root: Path, about: dict[str, Any]) -> None:
     """Extract, split by module, cut, de-duplicate and write."""
     packages = ", ".join(about["packages"])
     print(f"building the text of the tiny recipes, once: docstrings of {packages}", file=sys.stderr)
-    found: dict[tuple[str, str], dict[str, Any]] = {(k, s): {} for k in FILES for s in SPLITS}
+    found: dict[tuple[str, str], dict[str, str]] = {(k, s): {} for k in FILES for s in SPLITS}
     seen = set()
     for package, version in about["packages"].items():
         for module, name, docstring in _docstrings(package):
             # Split before the cut, so that neighbours land on one side; a module's hash does not
             # change when other modules come and go.
             split = SPLITS[hashlib.sha256(module.encode()).digest()[0] < VALIDATION]
-            url = f"docstring://{package}/{version}/{module}#{name}"
-            messages = _conversation(docstring)
-            said = "\n".join(message["content"] for message in messages)
-            records: list[tuple[str, str, Any]] = [
-                ("docstrings", r, r) for r in _records(docstring)
-            ]
-            for kind, text, content in [*records, ("doctests", said, messages)]:
+            row = {"timestamp": "1970-01-01T00:00:00Z"}
+            row["url"] = f"docstring://{package}/{version}/{module}#{name}"
+            contents: list[Any] = [*_records(docstring), _conversation(docstring)]
+            for content in contents:
+                kind, text = "docstrings", content
+                if isinstance(content, list):
+                    kind, text = "doctests", "\n".join(turn["content"] for turn in content)
                 letters = re.sub(r"[\W\d_]+", "", text).lower()
                 if len(letters) >= LETTERS and (kind, letters) not in seen:
                     seen.add((kind, letters))
-                    row = {FILES[kind][0]: content, "timestamp": "1970-01-01T00:00:00Z", "url": url}
-                    found[kind, split][text] = row
+                    fields = {FILES[kind][0]: content, **row}
+                    found[kind, split][text] = json.dumps(fields, ensure_ascii=False) + "\n"
     counts: dict[str, Any] = {}
     for kind, (_, suffix, files) in FILES.items():
         (root / kind).mkdir(parents=True)
@@ -864,16 +860,15 @@ def _write_corpus(root: Path, about: dict[str, Any]) -> None:
         training, held = (found[kind, split] for split in SPLITS)
         for text in _near_copies(held, training):
             del held[text]
-        for split, rows, shards in (("train", training, files), ("validation", held, 1)):
+        for split, lines, shards in (("train", training, files), ("validation", held, 1)):
             # Ordered by hash: a shuffle without a generator, so that the first n are a fair sample.
-            texts = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
+            texts = sorted(lines, key=lambda text: hashlib.sha256(text.encode()).digest())
             counts[f"{kind}_{split}"] = len(texts)
             digest.update("\0".join(texts).encode())
             for at in range(shards):
                 file = root / kind / f"{kind}-{split}.{at:05d}-of-{shards:05d}.{suffix}"
-                with open(file, "wb") as raw, gzip.GzipFile("", "wb", 1, raw, mtime=0) as out:
-                    for text in texts[at::shards]:
-                        out.write(json.dumps(rows[text], ensure_ascii=False).encode() + b"\n")
+                content = "".join(lines[text] for text in texts[at::shards]).encode()
+                file.write_bytes(gzip.compress(content, 1, mtime=0))
         counts[f"{kind}_sha256"] = digest.hexdigest()
     (root / "corpus.json").write_text(json.dumps({**about, "corpus": counts}, indent=1) + "\n")
 

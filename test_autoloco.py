@@ -32,11 +32,10 @@ import tempfile
 import threading
 import time
 import tokenize
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import asdict, fields, replace
-from datetime import timedelta
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +48,6 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,8 +165,7 @@ def loco_work(rules: autoloco.Rules, step: int, steps: int) -> float:
     (1000, 0, 1 / 1000), (1000, 499, 1 / 2), (1000, 999, 1), (1000, 1000, 1),
     (1000, 13_250, (2 + math.sqrt(2)) / 4), (1000, 25_500, 1 / 2),
     (1000, 37_750, (2 - math.sqrt(2)) / 4), (1000, 50_000, 0), (1000, 50_001, 0), (0, 0, 1),
-    (50_000, 49_999, 1), (50_000, 50_000, 0), (100_000, 0, 1e-5), (100_000, 49_999, 1 / 2),
-    (100_000, 50_000, 0),
+    (100_000, 49_999, 1 / 2), (100_000, 50_000, 0),
 ])  # fmt: skip
 def test_the_rate_is_a_line_to_the_maximum_then_a_cosine_and_zero_from_the_end(warmup, step, share):
     got = autoloco.inner_lr(replace(C4, warmup=warmup), step)
@@ -219,22 +216,17 @@ def test_three_recipe_intervals_calibrate_and_a_new_density_weighs_a_tenth(
 
 
 # Sabotage: map_horizon rounds down; it has no lower limit of one granule; it caps at H_max.
-@pytest.mark.parametrize(
-    "base_tokens, density, horizon, steps",
-    [
+def test_a_horizon_maps_to_the_nearest_granule():
+    for base_tokens, density, horizon, steps in (
         (51_000, 100.56, 550, 550),  # 56,100 / 5,028 = 11.16 granules
-        (60_000, 109.2, 500, 550),  # 10.99
         (50_000, 105.3, 500, 450),  # 9.497
         (50_000, 105.3, 750, 700),  # 14.245
-        (47_500, 100.0, 500, 500),  # 9.5: half a granule rounds up
-        (52_500, 100.0, 500, 550),  # 10.5: not to the even
+        (52_500, 100.0, 500, 550),  # 10.5: half a granule rounds up, not to the even
         (50_000, 1e9, 350, 50),  # at least one granule
         (50_000, 93.75, 750, 800),  # 16: H_max bounds tokens and not steps
-    ],
-)
-def test_a_horizon_maps_to_the_nearest_granule(base_tokens, density, horizon, steps):
-    mapper = autoloco.Mapper((base_tokens,) * 3, density)
-    assert autoloco.map_horizon(C4, mapper, horizon) == steps
+    ):
+        mapper = autoloco.Mapper((base_tokens,) * 3, density)
+        assert autoloco.map_horizon(C4, mapper, horizon) == steps
 
 
 # ---------------------------------------------------------------- outer correction (B.2 to B.4)
@@ -510,14 +502,16 @@ def test_a_bound_retires_at_exactly_nine_tenths_of_its_exposure():
 # ---------------------------------------------------------------- controller: candidates (A.2)
 
 
+# Sabotage: a reduction or an adoption drops the bound.
+def test_reductions_and_adoptions_keep_the_bound():
+    rows = loco_drive(C4, "moderate@9 severe@14", stop=20)  # 350 for five intervals, then 400
+    assert (rows[19].plan.phase, rows[19].after.accepted) == ("candidate", 400)
+    assert rows[13].after.bound == rows[19].after.bound == (550, rows[8].seen.exposure)
+
+
 def test_the_rules_import_nothing_but_the_standard_library():
-    imported = set()
-    for node in ast.walk(ast.parse(Path(autoloco.__file__).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(str(node.module).split(".")[0])
-    assert imported <= set(sys.stdlib_module_names) - {"time", "datetime", "random"}
+    imported = re.findall(r"^ *(?:import|from) (\w+)", inspect.getsource(autoloco), re.M)
+    assert {*imported} <= set(sys.stdlib_module_names) - {"time", "datetime", "random"}
 
 
 # ---------------------------------------------------------------- the whole controller, once more
@@ -702,13 +696,14 @@ GOLDEN = [
     (SFT_RULES, "", "8x100 5x110 5x120 5x140 25x150 90"),
     (TINY_RULES, "", "8x20 5x22 5x24 5x26 49x30 10"),
     (NORMALISED, "", TO_650 + " 49x750 250"),
+    # A non-finite verdict is ignored in warm-up and reference, and acts in variability.
+    (replace(WIDE, steps=4500), "nonfinite@1 nonfinite@3 nonfinite@6", "6x500 5x300"),
 ]
 
 
-def loco_simulated(rules: autoloco.Rules, trace: str = "", stop: int | None = None) -> list[int]:
+def loco_simulated(rules: autoloco.Rules, trace: str = "") -> list[int]:
     """Executed steps of a dry run in which verdicts are replaced as `trace` says."""
-    plans = autoloco.simulate(rules, loco_trace(trace))
-    return [planned.steps for planned, _ in itertools.islice(plans, stop)]
+    return [planned.steps for planned, _ in autoloco.simulate(rules, loco_trace(trace))]
 
 
 # Sabotage: linear decay instead of cosine (72 intervals).
@@ -717,21 +712,19 @@ def test_verdicts_and_statistics_alike_give_the_published_schedule(rules, trace,
     steps = loco_simulated(rules, trace)
     assert (loco_runs(steps), sum(steps)) == (schedule, rules.steps)
     assert trace or len(steps) == (49 if rules is SFT_RULES else 73)  # published for C4 and SFT
-    assert [row.plan.steps for row in loco_drive(rules, trace)] == steps
+    rows = loco_drive(rules, trace)
+    assert [row.plan.steps for row in rows] == steps and rows[-1].decision.next_horizon is None
 
 
 @pytest.mark.parametrize("sequence", [(500,) * 100, (10, 990, 13_822, 35_178)])
 def test_a_fixed_schedule_is_executed_as_given(sequence):
     rules = replace(NORMALISED, sequence=sequence)
-    plans = list(autoloco.simulate(rules))
-    assert loco_replayed(loco_log(rules, loco_drive(rules))) == len(sequence)
-    assert tuple(planned.steps for planned, _ in plans) == sequence
-    assert [decision.next_horizon for _, decision in plans] == [*sequence[1:], None]
-    assert {(planned.phase, decision.verdict) for planned, decision in plans} == {("fixed", None)}
-    for planned, _ in plans:
-        ratio = loco_work(C4, planned.step, planned.steps) / loco_work(C4, planned.step, 500)
-        assert planned.interval_ratio == pytest.approx(max(1.0, ratio), rel=1e-9)
-        assert planned.interval_ratio == 1.0 or planned.steps > 500
+    rows = loco_drive(rules)
+    assert loco_replayed(loco_log(rules, rows)) == len(sequence)
+    assert tuple(row.plan.steps for row in rows) == sequence
+    assert [row.decision.next_horizon for row in rows] == [*sequence[1:], None]
+    assert {(row.plan.phase, row.decision.verdict) for row in rows} == {("fixed", None)}
+    assert all((row.plan.interval_ratio > 1) == (row.plan.steps > 500) for row in rows)
 
 
 # ---------------------------------------------------------------- rules, given and derived
@@ -751,15 +744,11 @@ def test_what_is_not_given_follows_from_the_base_horizon(base, granularity, shor
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"steps": 0}, "steps=0"), ({"steps": 10**7 + 1}, "steps="), ({"lr": 0.0}, "lr=0.0"),
-    ({"lr": math.inf}, "lr=inf"), ({"lr": math.nan}, "lr=nan"), ({"warmup": -1}, "warmup=-1"),
-    ({"base_horizon": 0}, "base_horizon=0"), ({"base_horizon": 510}, "base_horizon=510"),
-    ({"min_horizon": 0}, "min_horizon=0"), ({"min_horizon": 375}, "min_horizon=375"),
+    ({"steps": 0}, "steps=0"), ({"lr": 0.0}, "lr=0.0"), ({"lr": math.nan}, "lr=nan"),
+    ({"warmup": -1}, "warmup=-1"), ({"base_horizon": 0}, "base_horizon=0"),
+    ({"base_horizon": 510}, "base_horizon=510"), ({"min_horizon": 0}, "min_horizon=0"),
     ({"min_horizon": 550}, "min_horizon=550, base"), ({"max_horizon": 725}, "max_horizon=725"),
-    ({"max_horizon": 450}, ".*max_horizon=450"), ({"granularity": 0}, "granularity=0"),
-    ({"granularity": 3, "min_horizon": None, "max_horizon": None}, "base_horizon=500"),
-    ({"outer_momentum": 1.0}, "outer_momentum=1.0"), ({"outer_momentum": -0.1}, "outer_momentum="),
-    ({"outer_momentum": math.nan}, "outer_momentum=nan"),
+    ({"granularity": 0}, "granularity=0"), ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
     ({"max_step_scale": 0.9}, "max_step_scale=0.9"), ({"max_step_scale": math.nan}, "max_step_sc"),
     ({"controller": "mine"}, "controller=mine: one of autoloco"),
     ({"sequence": (500, 0, 49_500)}, "horizons="), ({"sequence": (500,) * 99}, "horizons= .*49500"),
@@ -836,13 +825,12 @@ LOCO_EDITS: list[tuple[str, Any]] = [
     *((name, lambda value: value * 1.0001) for name in ("drift", "coherence", "exposure")),
     *((name, lambda value: value + 1e-9) for name in ("momentum", "step_scale", "divisor", "z")),
     *((name, lambda value: value + 1e-9) for name in ("interval_ratio", "base_exposure")),
-    *((name, lambda value: value + 1) for name in ("tokens", "step", "interval", "accepted")),
+    *((name, lambda value: value + 50) for name in ("tokens", "step", "interval", "accepted")),
     *((name, lambda value: value + 50) for name in ("next_horizon", "steps", "horizon")),
-    *((name, ...) for name in ("drift", "coherence", "exposure", "tokens")),
     *((name, None) for name in ("residual_drift", "phase", "verdict", "tokens")),
-    ("drift", 10**400), ("drift", 1e308), ("drift", "x"), ("drift", []), ("tokens", 0),
-    ("tokens", math.inf), ("tokens", 10**400), ("tokens_per_step", 0.1), ("momentum", 10**400),
-    ("reason", "supports: try 600"), ("finite", False),
+    *(("drift", value) for value in (..., 10**400, 1e308, "x", [])),
+    *(("tokens", value) for value in (..., 10**400, math.inf, 0)),
+    ("tokens_per_step", 0.1), ("reason", "supports: try 600"), ("finite", False),
 ]  # fmt: skip
 
 
@@ -894,12 +882,9 @@ def test_a_header_that_lacks_a_newer_field_or_constant_takes_its_default_and_rep
 
 
 @pytest.mark.parametrize("part, changes, words", [
-    ("rules", {"typo": 1}, "rules has an unknown typo"),
-    ("rules", {"steps": ...}, "rules: .*steps"), ("rules", {"steps": "2000"}, "rules: "),
-    ("rules", {"steps": 2000.5}, "rules: "), ("rules", {"granularity": 50.0}, "rules: "),
-    ("rules", {"sequence": 5}, "rules: "), ("rules", {"sequence": [49_999, 1.0]}, "rules: "),
-    ("rules", {"controller": []}, "rules: "), ("rules", {"controller": "mine"}, "controller=mine"),
-    ("rules", {"steps": 0}, "steps=0"),
+    ("rules", {"typo": 1}, "rules has an unknown typo"), ("rules", {"steps": ...}, "rules: .*ste"),
+    ("rules", {"granularity": 50.0}, "rules: "), ("rules", {"sequence": [49_999, 1.0]}, "rules: "),
+    ("rules", {"controller": []}, "rules: "), ("rules", {"steps": 0}, "steps=0"),
     ("constants", {"SEVERE": 5.0}, "written with SEVERE 5.0; it is 6.0 now"),
     ("constants", {"MAX_STEP_SCALE": 1.5}, "kappa .* rho"),  # of the first reading of B.4
 ])  # fmt: skip
@@ -955,71 +940,34 @@ def test_a_rule_of_ones_own_runs_is_logged_and_replays(monkeypatch):
 # ---------------------------------------------------------------- explanation
 
 
-def loco_numbers(text: str) -> dict[str, list[list[float]]]:
-    """The numbers of an explanation, of each line under its first word."""
-    found = defaultdict(list)
-    for line in text.splitlines():
-        label = re.findall(r"z, \w+|\w+", line)[0]
-        numbers = re.findall(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?", line)
-        values = [float(number.replace(",", "")) for number in numbers]
-        found[label].append(values[:3] if label == "candidate" else values)
-    return found
-
-
 def test_an_explanation_prints_the_numbers_of_the_log_and_of_the_rules():
     rules = replace(NORMALISED, max_step_scale=1.1)
     rows = loco_drive(
         rules, EVENTFUL + " nonfinite@40 severe@86", sigmas=lambda t: t % 3 / 10,
         density=lambda t: 100 + t % 7,
     )  # fmt: skip
-    lines, held, shown = loco_log(rules, rows)[1:], set(), set()
+    lines, seen = loco_log(rules, rows)[1:], ""
     for one, line in zip(autoloco.replay(rules, lines), lines, strict=True):
-        before, after, step = one.before.controller, one.after.controller, line["step"]
-        text = autoloco.explain(one)
-        rho, mu, exposure = line["interval_ratio"], line["momentum"], line["exposure"]
-        free = rho * (1 - mu) / (1 - 0.9)
-        expected: dict[str, list[list[Any]]] = {
-            "interval": [[line["interval"], step - line["steps"] + 1, step]],
-            "horizon": [[line["horizon"], line["accepted"], line["steps"]]],
-            "outer": [[rho, mu, line["step_scale"], free, 1.1]],
-        }
-        if line["finite"]:
-            names = ("drift", "coherence", "exposure", "tokens")
-            expected["measured"] = [[line[name] for name in names]]
-        if before.bound:
-            expected["bound"] = [list(before.bound)]
-        if line["residual_drift"] is not None:
-            pair = line["residual_drift"], line["residual_coherence"]
-            expected["residuals"] = [[*pair, len(before.reference)]]
+        text, before = autoloco.explain(one), one.before.controller
+        told = [line[name] for name in ("phase", "verdict", "reason", "horizon", "next_horizon")]
+        exact = ("drift", "exposure", "interval_ratio", "momentum", "step_scale")
+        told += [f"{line[name]:.6g}" for name in exact if line[name] is not None]
         if line["z"] is not None:
-            expected["z"] = [[round(line["z"], 2), 1, 3, 6]]
-            families = zip(*before.history, strict=True)
-            for name, residual, family in zip(("drift", "coherence"), pair, families, strict=True):
-                z, scores = autoloco.robust_z(residual, family), autoloco.centre_and_scale(family)
-                expected[f"z, {name}"] = [[residual, *scores, round(z, 2), len(family)]]
-        if line["phase"] == "monitor" and line["verdict"] in ("supports", "consistent"):
-            found = autoloco.candidates(
-                rules, replace(before, bound=after.bound), exposure,
-                autoloco.ahead(rules, one.after.mapper, step), 50_000 - step,
-            )  # fmt: skip
-            expected["cap"] = [[1.15, exposure, 1.15 * exposure]]
-            expected["candidate"] = [list(values[:3]) for values in found]
-            admissible = sum(not why for *_, why in found)
-            assert text.count(": chosen") + text.count(": admissible") == admissible
-        got = loco_numbers(text)
-        following = line["next_horizon"] and f"next horizon {line['next_horizon']}"
-        assert got.pop("decision") and text.endswith(following or "no interval follows")
-        assert line["finite"] or got.pop("measured") and "not finite" in text
-        got.pop("verdict", None)
-        assert {label: values for label, values in expected.items() if values} == {
-            label: [pytest.approx(values, rel=1e-4, abs=6e-5) for values in rows]
-            for label, rows in got.items()
-        }
-        assert all(str(line[name] or "") in text for name in ("phase", "verdict", "reason"))
-        held.add((free > 1.1, "bounded at 1.1" in text))
-        shown |= {label for label in expected if expected[label]}
-        shown |= {"left"} if "steps are left" in text else set()
-    assert held == {(True, True), (False, False)} and {"bound", "z", "candidate", "left"} <= shown
+            told.append(f"{line['z']:+.2f}, the worse of the two: {line['verdict']}")
+            pair = line["residual_drift"], line["residual_coherence"]
+            for residual, family in zip(pair, zip(*before.history, strict=True), strict=True):
+                centre, scale = autoloco.centre_and_scale(family)
+                told.append(f"({residual:+.4f} - centre {centre:+.4f}) / scale {scale:.4f}")
+        if before.bound:
+            told.append(f"{before.bound[0]} was rejected at exposure {before.bound[1]:.6g}")
+        proposes = line["phase"] == "monitor" and line["verdict"] in ("supports", "consistent")
+        told += [f"= {1.15 * line['exposure']:.6g} of exposure"] * proposes
+        assert text.count(": chosen") == (proposes and line["next_horizon"] > line["accepted"])
+        assert [word for word in told if str(word or "") not in text] == []
+        assert line["finite"] or "not finite" in text
+        seen += text
+    words = "bounded at 1.1|below its bound|steps are left|above the cap|not below the rejected"
+    assert all(word in seen for word in words.split("|"))
 
 
 # ---------------------------------------------------------------- the command line
@@ -1056,42 +1004,14 @@ def test_explain_shows_one_interval_or_all(loco_clean, tmp_path, capsys):
     every = capsys.readouterr().out
     assert one.startswith("interval 9: ") and one.strip() in every
     assert re.findall(r"^interval (\d+)", every, re.M) == [str(n) for n in range(1, 12)]
-    assert autoloco.main(["explain", path, "12"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "interval 12" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [
-    "", "replay", "explain", "play x", "replay x 3", "explain x 3 4", "replay absent.jsonl"
-])  # fmt: skip
-def test_misuse_exits_with_2_and_one_line(arguments, capsys):
-    assert autoloco.main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"[]\n", b"{}\n", b"not json\n", b'{"rules": 3}\n', b'{"rules": {}}\n', b"\xff\n",
-    b"[" * 100_000 + b"\n", b'{"rules": {"steps": ' + b"9" * 5000 + b"}}\n",
-])  # fmt: skip
-def test_a_file_that_is_no_log_exits_with_2_and_is_named(content, tmp_path, capsys):
-    path = tmp_path / "intervals.jsonl"
-    path.write_bytes(content)
-    assert autoloco.main(["replay", str(path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"{path}: ") and err.count("\n") == 1
-
-
-def test_a_torn_last_line_is_dropped_and_said_any_other_refused(loco_clean, tmp_path, capsys):
+def test_a_torn_last_line_is_dropped_and_said(loco_clean, tmp_path, capsys):
     path = Path(loco_write(tmp_path / "intervals.jsonl", loco_clean[:12]))
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text[:-20], encoding="utf-8")
+    os.truncate(path, path.stat().st_size - 20)
     assert autoloco.main(["replay", str(path)]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("10 ") and "torn" in captured.err
-    path.write_text(text[:-20] + "\n", encoding="utf-8")
-    assert autoloco.main(["replay", str(path)]) == 2
-    assert capsys.readouterr().err == f"{path}: line 12 is not a JSON object\n"
 
 
 # ---------------------------------------------------------------- tests on several processes
@@ -1187,26 +1107,76 @@ def on_ranks(
     return [rank.value for rank in ended]
 
 
-def train_on(world: int, line: str, name: str = "run", **options: Any) -> None:
-    """`train.py LINE` on so many ranks, into runs/NAME of the working directory."""
-    argv = [*line.split(), "--name", name, "--overwrite"]
-    for code, error in on_ranks(world, main_and_words, argv, **options):
-        assert code == 0, error
+def train_rank(line: str, hook: Callable[[], Any] | None = None) -> int:
+    """`python train.py LINE` in a process of its own, with a hook; rank 0's words are in `said`."""
+    sys.stdout = open("said" if os.environ["RANK"] == "0" else os.devnull, "w", buffering=1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    if hook:
+        hook()
+    return train.main(line.split())
 
 
-def main_and_words(argv: list[str]) -> tuple[int, str]:
-    """A rank's exit code and the lines in which train.py complained."""
-    complaints: list[str] = []
-    train.complain = lambda what: complaints.append(" ".join(str(what).split()))
-    return train.main(argv), "\n".join(complaints)
+def train_complaints(error: str) -> list[str]:
+    """The lines `train.py: ...`, without that name; there is no traceback."""
+    assert "Traceback" not in error, error
+    lines = re.split("[\r\n]", error)
+    return [x.removeprefix("train.py: ") for x in lines if x.startswith("train.py: ")]
 
 
-def run_rows(name: str, log: str = "intervals") -> list[dict[str, Any]]:
-    """The rows of a log, without a header, seconds, and what depends on the layout."""
-    drop = ("local_seconds", "sync_seconds", "sent_bytes")
-    rows = [json.loads(line) for line in Path("runs", name, f"{log}.jsonl").open()]
-    rows = [{key: value for key, value in row.items() if key not in drop} for row in rows]
-    return rows[1:] if log == "intervals" else rows
+def train_ranks(ranks: int, line: str, hook: Any = None) -> tuple[list[int], list[list[str]]]:
+    """Exit codes (minus a signal's number) and complaints of ranks without torchrun."""
+    ended = Launch(ranks, train_rank, line, hook).wait()
+    codes = [rank.code or rank.value for rank in ended]
+    return codes, [train_complaints(rank.error) for rank in ended]
+
+
+def train_on(ranks: int, line: str, name: str, hook: Any = None) -> None:
+    """A run without complaints in runs/NAME of the working directory."""
+    ended = train_ranks(ranks, f"{line} --name {name} --overwrite", hook)
+    assert ended == ([0] * ranks, [[]] * ranks)
+
+
+def train_rows(name: str, log: str = "intervals") -> list[dict]:
+    lines = Path("runs", name, f"{log}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][log == "intervals" :]
+
+
+def train_summary(name: str) -> dict[str, Any]:
+    return train.read_json(Path("runs", name, "summary.json"))
+
+
+def train_end_state(name: str) -> dict:
+    """All that a run leaves, but for times and the bytes that rank 0 sent."""
+    last = max(Path("runs", name, "checkpoint").glob("step-*[0-9]"))
+    hidden = ("seconds", "local_seconds", "sync_seconds", "sent_bytes")
+    rows = [*train_rows(name), train_summary(name)]
+    return {
+        "step": last.name,
+        "tensors": {f.name: train.sha256(f) for f in sorted(last.glob("*.safetensors"))},
+        "intervals": [{k: v for k, v in row.items() if k not in hidden} for row in rows],
+        "metrics": Path("runs", name, "metrics.jsonl").read_text(),
+    }
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """JSON lines, in an uncompressed gzip file if the name says so."""
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content, 0) if path.suffix == ".gz" else content)
+    return path
+
+
+def write_shards(folder: Path, count: int, longest: int, order: int = 1) -> None:
+    """C4-shaped documents of 2 to `longest` words: some are shorter than a sequence, so that token
+    density varies.
+    """
+    for name in ("c4-train.00000", "c4-train.00001", "c4-validation.00000"):
+        rng = random.Random(name)
+        lengths = [rng.randint(2, longest) for _ in range(count)]
+        texts = [" ".join(rng.choices(("one", "two", "three", "four"), k=n)) for n in lengths]
+        rows = [{"text": text, "url": "", "timestamp": ""} for text in texts[::order]]
+        write_rows(folder / f"{name}.json.gz", rows)
 
 
 # ---------------------------------------------------------------- workers and synchronisation
@@ -1784,22 +1754,10 @@ def test_four_ranks_send_what_the_shapes_give(per_rank):
 
 @pytest.fixture(scope="session")
 def rank_place(tmp_path_factory) -> Iterator[Path]:
-    """A folder with C4-shaped documents, some shorter than a sequence; its name is not plain."""
+    """A folder with documents in two orders; its name is not plain."""
     folder = tmp_path_factory.mktemp("mit Leerzeichen und ö")
-    for order in ("shards", "shuffled"):
-        (folder / order).mkdir()
-        for name in ("c4-train.00000", "c4-train.00001", "c4-validation.00000"):
-            rng = random.Random(name)
-            texts = [
-                " ".join(rng.choices(("one", "two", "four"), k=rng.randint(5, 30)))
-                for _ in range(60)
-            ]
-            if order == "shuffled":
-                texts.reverse()
-            # Uncompressed, so that another order is no other size.
-            with gzip.open(folder / order / f"{name}.json.gz", "wt", 0) as file:
-                for text in texts:
-                    file.write(json.dumps({"text": text, "url": "", "timestamp": ""}) + "\n")
+    write_shards(folder / "shards", 60, 30)
+    write_shards(folder / "shuffled", 60, 30, order=-1)
     return folder
 
 
@@ -1817,8 +1775,7 @@ RANK_LINE = (
 
 def decided_run(line: str) -> tuple[int, list[Any]]:
     """A whole run on this rank; its exit code, and every state and checksum that it came to."""
-    argv, complete, seen = line.split(), autoloco.complete, list[Any]()
-    summed = diloco.checksum
+    complete, summed, seen = autoloco.complete, diloco.checksum, list[Any]()
 
     def watched(*arguments: Any) -> Any:
         seen.append(complete(*arguments))
@@ -1829,9 +1786,7 @@ def decided_run(line: str) -> tuple[int, list[Any]]:
         return int(seen[-1])
 
     autoloco.complete, diloco.checksum = watched, checked
-    code, words = main_and_words(argv)
-    assert not words, words
-    return code, seen
+    return train_rank(line), seen
 
 
 OTHER_MACHINE = {  # not ATen's "default": without fused multiply-add theta itself differs
@@ -1848,7 +1803,7 @@ OTHER_MACHINE = {  # not ATen's "default": without fused multiply-add theta itse
 def test_ranks_on_different_machines_decide_the_same_to_the_end(at_shards, method):
     line = f"{RANK_LINE} --method {method} --name {method} --overwrite --steps 60 --base-horizon 4"
     (code, first), (_, second) = on_ranks(2, decided_run, line, environments=[{}, OTHER_MACHINE])
-    assert code == 0 and len(first) == 2 * len(run_rows(method))
+    assert code == 0 and len(first) == 2 * len(train_rows(method))
     assert first == second
 
 
@@ -1856,126 +1811,64 @@ def test_ranks_on_different_machines_decide_the_same_to_the_end(at_shards, metho
     ("other", "words"),
     [
         ("--lr 1e-3", "--lr: rank 1 has 0.001, rank 0 has 0.002"),
-        ("--seq-len 31", "--seq-len: rank 1 has 31, rank 0 has 32"),
-        ("--base-horizon 20", "--base-horizon: rank 1 has 20, rank 0 has 10"),
         ("--workers 4", "--workers: rank 1 has 4, rank 0 has 2"),
-        ("--data shuffled", "--data: rank 1 has shuffled, rank 0 has shards"),
-        ("", "rank 1 has"),  # in another order under the same name
+        ("", "rank 1 has"),  # documents in another order under the same name
     ],
 )
 def test_ranks_that_were_started_differently_end_with_one_line(at_shards, tmp_path, other, words):
-    def differ() -> tuple[int, str]:
-        if os.environ["RANK"] == "0":
-            return main_and_words([*RANK_LINE.split(), "--name", "different"])
-        if not other:
-            os.symlink(at_shards / "shuffled", tmp_path / "shards")
+    def hook() -> None:
+        if os.environ["RANK"] == "1":
+            os.symlink(at_shards / ("shards" if other else "shuffled"), tmp_path / "shards")
             os.chdir(tmp_path)
-        return main_and_words(f"{RANK_LINE} {other} --name different".split())
+            parse = train.parse
+            train.parse = lambda argv: parse([*argv, *other.split()])
 
-    (code, line), after = on_ranks(2, differ)
-    assert code == 2 and words in line and "\n" not in line
-    assert after == (2, "")  # rank 0 speaks for all
+    codes, ((line,), after) = train_ranks(2, f"{RANK_LINE} --name different", hook)
+    assert codes == [2, 2] and words in line and after == []  # rank 0 speaks for all
     assert not Path("runs/different").exists()
-
-
-def timeouts(minutes: float) -> tuple[int, list[timedelta]]:
-    ranks, _ = diloco.connect(2, 2, minutes)
-    groups = [dist.group.WORLD, ranks.shard_group]
-    found = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
-    return dist.get_world_size(ranks.shard_group), found
-
-
-def test_a_timeout_reaches_every_group():
-    ended = on_ranks(4, timeouts, 7.0)
-    assert ended == [(2, [timedelta(minutes=7)] * 2)] * 4
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_or_hung_rank_ends_the_others_within_the_timeout(at_shards, number, shards):
     line = f"{RANK_LINE} --workers {2 // shards} --ranks-per-worker {shards} --checkpoint-every 1"
-    argv = f"{line} --timeout-minutes 0.05 --overwrite --name lost{shards}".split()
+    line += f" --timeout-minutes 0.05 --overwrite --name lost{shards}"
 
-    def vanish() -> tuple[int, str, float]:
-        step, began = diloco.LocalUpdate.step, [0.0]
+    def hook() -> None:
+        step = diloco.LocalUpdate.step
 
         def last(workers: Any, row: int, batch: Any, lr: float) -> None:
-            if workers.done[row] == 5:
-                if os.environ["RANK"] == "1":
-                    os.kill(os.getpid(), number)
-                began[0] = time.monotonic()
+            if workers.done[row] == 5 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), number)
             step(workers, row, batch, lr)
 
         diloco.LocalUpdate.step = last
-        return *main_and_words(argv), time.monotonic() - began[0]
 
-    launch = Launch(2, vanish)
-    launch.processes[0].join(60)
+    launch = Launch(2, train_rank, line, hook)
+    launch.processes[0].join(20)
     launch.processes[1].kill()
-    code, words, seconds = launch.wait()[0].value
-    assert code == 1 and "\n" not in words, words
-    assert "another rank is gone" in words and "--timeout-minutes" in words
-    assert seconds < 10
+    first, _ = launch.wait()
+    (words,) = train_complaints(first.error)
+    assert first.value == 1 and "another rank is gone" in words and "--timeout-minutes" in words
 
 
-class CountedStore(dist.Store):
-    """The launch's store, which counts who asks; while `hangs` it answers nobody."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self.store, self.calls, self.hangs = store, list[str](), False
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        self.calls.append(name)
-        while self.hangs:
-            time.sleep(0.1)
-        return getattr(self.store, name)(*arguments)
-
-
-for call in ("set", "get", "add", "check", "wait", "set_timeout"):
-    setattr(CountedStore, call, functools.partialmethod(CountedStore.ask, call))
-
-
-def ddp_beside_a_store(hangs: bool) -> tuple[list[str], int, float, int]:
-    """40 steps of ddp; the store's calls meanwhile, gathers, seconds, and the checksum."""
-    stores = []
-
-    def counted(url: str, **options: Any) -> Iterator[Any]:
-        for store, *rest in dist.rendezvous(url.replace("counted", "file"), **options):
-            stores.append(CountedStore(store))
-            yield (stores[0], *rest)
-
-    dist.register_rendezvous_handler("counted", counted)
-    os.environ["AUTOLOCO_RENDEZVOUS"] = os.environ["AUTOLOCO_RENDEZVOUS"].replace(
-        "file", "counted", 1
-    )
-    ranks, _ = diloco.connect(2, timeout_minutes=0.2)
-    network, gathers = narrow(), list[int]()
+def ddp_beside_a_store_that_hangs() -> tuple[int, int]:
+    """How often 40 steps look for a signal, and the checksum."""
+    looks, watch = list[Any](), diloco.Ranks.watch
+    hangs = SimpleNamespace(check=lambda keys: [looks.append(keys), time.sleep(60)])
+    diloco.Ranks.watch = lambda ranks, _: watch(ranks, hangs)
+    ranks, _ = diloco.connect(2)
+    time.sleep(1.2)
+    network = narrow()
     workers = diloco.DataParallel(network, [adamw(network)], ranks)
-    run_interval(workers, plan_of(1))  # pairs of ranks connect at their first message
-    stores[0].hangs, gather = hangs, ranks.gather
-
-    def counting(values: Tensor) -> Tensor:
-        gathers.append(values.numel())
-        return gather(values)
-
-    ranks.gather = counting
-    before, began = len(stores[0].calls), time.monotonic()
-    local_phase(workers, plan_of(40, 1))
-    calls, seconds = stores[0].calls[before:], time.monotonic() - began
-    return calls, len(gathers), seconds, diloco.checksum(workers.shared)
+    run_interval(workers, plan_of(40))
+    return len(looks), diloco.checksum(workers.shared)
 
 
-def test_a_ddp_step_asks_the_store_nothing_and_a_store_that_hangs_holds_nobody_up():
-    sums = set()
-    for hangs in (False, True):
-        for calls, gathers, seconds, bits in on_ranks(2, ddp_beside_a_store, hangs):
-            assert (
-                set(calls) <= {"check"} and len(calls) <= seconds + 1
-            )  # the stop key, once a second
-            assert gathers == 40
-            sums.add(bits)
-    assert len(sums) == 1
+def test_a_store_that_hangs_holds_nobody_up():
+    began = time.monotonic()
+    (looks, first), (_, second) = on_ranks(2, ddp_beside_a_store_that_hangs)
+    assert looks == 1 and first == second and time.monotonic() - began < 30
 
 
 # ---------------------------------------------------------------- whole runs on several ranks
@@ -1991,24 +1884,18 @@ def test_a_ddp_step_asks_the_store_nothing_and_a_store_that_hangs_holds_nobody_u
     ],
 )
 def test_the_layout_changes_nothing(at_shards, line):
-    kept = []
     for ranks in (1, 2, 4):
         train_on(ranks, f"{RANK_LINE} --workers 4 {line}", f"on{ranks}")
-        kept.append((run_rows(f"on{ranks}"), run_rows(f"on{ranks}", "metrics")))
-        kept[-1][0].append(run_summary(f"on{ranks}")["val_loss"])
-    assert kept[0] == kept[1] == kept[2]
-    reasons = " ".join(row["reason"] for row in kept[0][0][:-1])
+    states = [train_end_state(f"on{ranks}") for ranks in (1, 2, 4)]
+    assert states[0] == states[1] == states[2]
+    reasons = " ".join(row["reason"] for row in train_rows("on4"))
     assert "ddp" in line or "adopt" in reasons
     assert "1e-1" not in line or "int8" in line or "reduce" in reasons
 
 
-def run_summary(name: str) -> Any:
-    return json.loads(Path("runs", name, "summary.json").read_text())
-
-
 def test_two_processes_hold_the_oracle_s_parameters_after_each_synchronisation(at_shards):
     train_on(2, f"{RANK_LINE} --steps 45 --lr 1e-3", "oracle")
-    rows, config = run_rows("oracle"), train.load_config(Path("runs/oracle"))
+    rows, config = train_rows("oracle"), train.load_config(Path("runs/oracle"))
     source, state, plans = data.open_source(config), autoloco.start(config.rules), []
     for row in rows:
         plans.append(autoloco.plan(config.rules, state))
@@ -2050,14 +1937,14 @@ def sharded(rank_place) -> str:
 
 def farthest(one: str, other: str, key: str = "loss") -> float:
     """Largest difference of a metric over all steps."""
-    pairs = zip(run_rows(one, "metrics"), run_rows(other, "metrics"), strict=True)
+    pairs = zip(train_rows(one, "metrics"), train_rows(other, "metrics"), strict=True)
     return max(abs(a[key] - b[key]) for a, b in pairs)
 
 
 def test_two_workers_of_two_ranks_decide_and_lose_as_two_unsharded_workers_do(at_shards, sharded):
     train_on(1, FSDP_LINE, "whole")
     measured = ("drift", "coherence", "update_norm")
-    pairs = list(zip(run_rows(sharded), run_rows("whole"), strict=True))
+    pairs = list(zip(train_rows(sharded), train_rows("whole"), strict=True))
     for one, other in pairs:
         for key in ("interval", "steps", "horizon", "accepted", "phase", "verdict", "tokens"):
             assert one[key] == other[key]
@@ -2067,14 +1954,14 @@ def test_two_workers_of_two_ranks_decide_and_lose_as_two_unsharded_workers_do(at
     assert farthest(sharded, "whole") < 1e-4
     assert farthest(sharded, "whole", "grad_norm") < 1e-3
     assert farthest(sharded, "whole", "tokens") == 0
-    one, other = run_summary(sharded), run_summary("whole")
+    one, other = train_summary(sharded), train_summary("whole")
     assert one["val_loss"] == pytest.approx(other["val_loss"], abs=1e-4)
     assert one["payload_bytes"] == other["payload_bytes"]
 
 
 def test_loss_of_a_sharded_run_equals_its_summary(at_shards, sharded):
     measured = evaluation.loss(Path("runs", sharded))
-    assert measured["val_loss"] == pytest.approx(run_summary(sharded)["val_loss"], abs=1e-6)
+    assert measured["val_loss"] == pytest.approx(train_summary(sharded)["val_loss"], abs=1e-6)
 
 
 def test_several_workers_a_rank_together_with_sharding_are_refused(monkeypatch, capsys, tmp_path):
@@ -2090,34 +1977,18 @@ def test_several_workers_a_rank_together_with_sharding_are_refused(monkeypatch, 
 
 @pytest.mark.slow
 def test_a_sharded_run_resumed_inside_an_interval_equals_the_straight_one(at_shards, sharded):
-    def stops() -> tuple[int, str]:
-        step = diloco.LocalUpdate.step
+    def hook() -> None:
+        if os.environ["RANK"] == "3":
+            train_at(1, 26, train_kill)
 
-        def signalled(workers: Any, row: int, batch: Any, lr: float) -> None:
-            step(workers, row, batch, lr)
-            if (
-                workers.ranks.rank == 3
-                and workers.done[row] == 2
-                and Path("runs/cut/checkpoint/step-00000024").exists()
-            ):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        diloco.LocalUpdate.step = signalled
-        return main_and_words([*FSDP_SHARDED.split(), "--checkpoint-every", "1", "--name", "cut"])
-
-    assert on_ranks(4, stops) == [(0, "")] * 4
+    train_on(4, f"{FSDP_SHARDED} --checkpoint-every 1", "cut", hook)
     where = max(Path("runs/cut/checkpoint").glob("step-*"))
     assert len(list(where.glob("worker-*-shard-*.safetensors"))) == 4
     inside = int(where.name.removeprefix("step-"))
-    assert run_rows("cut")[-1]["step"] < inside < 60  # before its synchronisation
-    assert on_ranks(4, main_and_words, ["--resume", "--name", "cut"]) == [(0, "")] * 4
-    for log in ("metrics", "intervals"):
-        assert run_rows("cut", log) == run_rows(sharded, log)
-    last = [Path("runs", name, "checkpoint/step-00000060") for name in ("cut", sharded)]
-    files = [sorted(folder.glob("*.safetensors")) for folder in last]
-    assert len(files[0]) == 6
-    for one, other in zip(*files, strict=True):
-        assert one.read_bytes() == other.read_bytes()
+    assert train_rows("cut")[-1]["step"] < inside < 60  # before its synchronisation
+    assert train_ranks(4, "--resume --name cut") == ([0] * 4, [[]] * 4)
+    assert train_end_state("cut") == train_end_state(sharded)
+    assert len(train_end_state("cut")["tensors"]) == 6
 
 
 @pytest.mark.slow
@@ -2137,7 +2008,7 @@ def test_sharded_runs_stay_close_to_unsharded_ones(at_shards, changes, sharded_o
     assert farthest("sharded-changed", "whole-changed") < bound
     config, _ = train.parse(f"{FSDP_SHARDED} {changes}".split())
     steps = config.base_horizon if config.method == "ddp" else 1
-    assert run_rows("sharded-changed")[0]["payload_bytes"] == train.payload(config) * steps
+    assert train_rows("sharded-changed")[0]["payload_bytes"] == train.payload(config) * steps
 
 
 @pytest.mark.slow
@@ -2147,7 +2018,7 @@ def test_a_sharded_run_starts_from_a_sharded_run_and_from_its_export(at_shards, 
     train_on(4, f"{FSDP_SHARDED} {line}runs/{sharded}", "from-run")
     train_on(4, f"{FSDP_SHARDED} {line}exported", "from-export")
     train_on(1, f"{FSDP_LINE} {line}runs/{sharded}", "whole-from-run")
-    assert run_rows("from-run", "metrics") == run_rows("from-export", "metrics")
+    assert train_rows("from-run", "metrics") == train_rows("from-export", "metrics")
     assert farthest("from-run", "whole-from-run") < 1e-5
 
 
@@ -2440,14 +2311,6 @@ def data_source(path: Path | str, **changes: Any) -> data.Source:
     return data.open_source(SimpleNamespace(**{**DATA_CONFIG, "data": str(path), **changes}))
 
 
-def data_write(path: Path, rows: list[Any]) -> Path:
-    """JSON lines, gzipped if the name says so."""
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
-
-
 def data_texts(name: str, count: int) -> list[dict[str, Any]]:
     urls = [f"http://host{i}.org/{name}" for i in range(count)]
     return [{"text": f"{name} {i}", "timestamp": "0", "url": url} for i, url in enumerate(urls)]
@@ -2457,16 +2320,16 @@ def data_c4(root: Path, *sizes: int) -> Path:
     """A folder in C4's layout: one training shard a size, and a validation shard of five rows."""
     for at, size in enumerate(sizes):
         name = f"c4-train.{at:05d}-of-{len(sizes):05d}.json.gz"
-        data_write(root / name, data_texts(f"train{at}", size))
-    data_write(root / "c4-validation.00000-of-00001.json.gz", data_texts("held", 5))
+        write_rows(root / name, data_texts(f"train{at}", size))
+    write_rows(root / "c4-validation.00000-of-00001.json.gz", data_texts("held", 5))
     return root
 
 
 def data_chat(path: Path, count: int, train: str = "train.jsonl", **extra: Any) -> Path:
     """A folder of `count` training conversations and three for validation."""
     rows = [{"messages": DATA_TURNS, "url": f"http://h{i:03d}.org/", **extra} for i in range(count)]
-    data_write(path / train, rows)
-    data_write(path / "test.jsonl", rows[:3])
+    write_rows(path / train, rows)
+    write_rows(path / "test.jsonl", rows[:3])
     return path
 
 
@@ -2509,7 +2372,7 @@ def data_held(source: data.Source) -> list[str]:
 def test_a_batch_holds_the_tokens_their_successors_and_padding_worked_by_hand(tmp_path):
     """begin=256, end=257; the end token is an input without a successor, and pads."""
     rows = [{"text": "held"}, {"text": "ab"}, {"text": "abcdefgh"}]
-    batch = data_source(data_write(tmp_path / "x.jsonl", rows), workers=1, seq_len=6).batch(0, 0)
+    batch = data_source(write_rows(tmp_path / "x.jsonl", rows), workers=1, seq_len=6).batch(0, 0)
     n = IGNORE
     assert batch.inputs.tolist() == [[256, 97, 98, 257, 257, 257], [256, 97, 98, 99, 100, 101]]
     # Sabotage: shift the targets by none or by two.
@@ -2521,7 +2384,7 @@ def test_a_batch_holds_the_tokens_their_successors_and_padding_worked_by_hand(tm
 def test_documents_of_known_lengths_give_the_exact_token_count(tmp_path):
     lengths = [0, 1, 5, 14, 15, 16, 17, 100]
     for name in ("train", "test"):
-        data_write(tmp_path / f"{name}.jsonl", [{"text": "x" * length} for length in lengths])
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": "x" * length} for length in lengths])
     for seq_len in (16, 32):  # doubling the padding adds only padding
         source = data_source(tmp_path, workers=1, batch_size=8, seq_len=seq_len, val_documents=8)
         expected = sum(min(length + 1, seq_len) for length in lengths)
@@ -2614,7 +2477,7 @@ def test_module_partition_gives_workers_different_sources(tmp_path):
 
 
 def test_without_validation_files_every_twentieth_row_is_held_out(tmp_path):
-    file = data_write(tmp_path / "x.json.gz", data_texts("x", 45))
+    file = write_rows(tmp_path / "x.json.gz", data_texts("x", 45))
     source = data_source(file, workers=2)
     assert data_held(source) == ["x.json.gz:1", "x.json.gz:21", "x.json.gz:41"]
     own = [data_ids(source, worker, range(10)) for worker in range(2)]
@@ -2630,10 +2493,10 @@ def test_without_validation_files_every_twentieth_row_is_held_out(tmp_path):
 
 def test_files_that_leave_a_worker_with_a_tenth_of_its_share_are_noted(tmp_path):
     for at, size in enumerate((400, 400, 9)):
-        data_write(tmp_path / f"{at}.jsonl", data_texts("x", size))
+        write_rows(tmp_path / f"{at}.jsonl", data_texts("x", size))
     (note,) = [note for note in data_source(tmp_path).notes if "uneven" in note]
     assert "one file" in note
-    data_write(tmp_path / "2.jsonl", data_texts("x", 200))
+    write_rows(tmp_path / "2.jsonl", data_texts("x", 200))
     assert not any("uneven" in note for note in data_source(tmp_path).notes)
 
 
@@ -2651,7 +2514,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     datasets.DatasetDict(train=table, test=table.select(range(3))).save_to_disk(tmp_path / "splits")
     (tmp_path / "x.json").write_text(json.dumps(rows))
     (tmp_path / "x.txt").write_text("\n\n".join(texts))
-    data_write(tmp_path / "x.jsonl", rows)
+    write_rows(tmp_path / "x.jsonl", rows)
     (tmp_path / "docs" / "deep").mkdir(parents=True)
     for at, text in enumerate(texts):
         (tmp_path / "docs" / "deep" / f"{at:02d}.md").write_text(text)
@@ -2671,7 +2534,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
 
 def test_a_documents_pieces_are_consecutive_and_lose_nothing(tmp_path):
     rows = [{"text": "held"}, {"text": "abcdefghij"}, {"text": ""}, {"text": "kl"}]
-    file = data_write(tmp_path / "x.jsonl", rows)
+    file = write_rows(tmp_path / "x.jsonl", rows)
     source = data_source(file, workers=1, seq_len=4, batch_size=5, long_documents="split")
     batch = source.batch(0, 0)
     pieces = sorted(bytes(t for t in row.tolist() if 0 <= t < 256) for row in batch.targets)
@@ -2749,7 +2612,7 @@ def test_a_malformed_conversation_is_named_with_file_and_line(tmp_path):
     turns = [{"role": "user"}, {"role": "robot", "content": "x"}]
     turns += [{"role": "user", "content": content} for content in (None, "\ud800")]
     for row in [{"text": "x"}, {"messages": "x"}, *({"messages": [turn]} for turn in turns)]:
-        data_write(file, [{"messages": DATA_TURNS}, row])
+        write_rows(file, [{"messages": DATA_TURNS}, row])
         with pytest.raises(ValueError, match=f"{re.escape(str(file))}:2: .*'messages'"):
             data_source(tmp_path)
 
@@ -2927,8 +2790,8 @@ def test_the_assistant_mask_is_exact_token_by_token(tmp_path):
     roles = ("system", "user", "assistant", "user", "assistant")
     contents = ("S", " Hi\n", " Yo \n", "<|eot_id|>", "")
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
-    data_write(tmp_path / "train.jsonl", [{"messages": messages}])
-    data_write(tmp_path / "test.jsonl", [{"messages": messages}])
+    write_rows(tmp_path / "train.jsonl", [{"messages": messages}])
+    write_rows(tmp_path / "test.jsonl", [{"messages": messages}])
     batch = data_source(tmp_path, workers=1, batch_size=1, seq_len=100).batch(0, 0)
     special = {"B": 256, "(": 258, ")": 259, "E": 260}
     #         . is not predicted, ^ is
@@ -2984,8 +2847,8 @@ def test_conversations_that_truncation_leaves_without_a_target_are_dropped_and_c
         for n in (1, 9, 10, 11, 50)
     ]
     rows += [{"messages": DATA_TURNS[:1]}, {"messages": []}, {"messages": DATA_TURNS}]
-    data_write(tmp_path / "train.jsonl", rows)
-    data_write(tmp_path / "test.jsonl", rows[::-1])
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "test.jsonl", rows[::-1])
     first = 1 + 8 + 10 + 1 + 13
     source = data_source(tmp_path, workers=1, batch_size=4, seq_len=first, val_documents=3)
     assert sorted(source.batch(0, 0).ids) == [f"train.jsonl:{line}" for line in (1, 2, 3, 8)]
@@ -3591,25 +3454,13 @@ TRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @pytest.fixture
 def train_place(tmp_path, monkeypatch):
-    """A working directory with C4-shaped shards and the small model; no handler outlives a test.
-
-    Some documents are shorter than the sequence, so that token density varies.
-    """
+    """A working directory with shards and the small model; no handler outlives a test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one process
     monkeypatch.setitem(model.SIZES, "tiny", TRAIN_MINI)
-    Path("shards").mkdir()
-    rng = random.Random(5)
-    for name in ("c4-train.00000", "c4-train.00001", "c4-validation.00000"):
-        with gzip.open(f"shards/{name}.json.gz", "wt") as file:
-            for _ in range(40):
-                text = " ".join(rng.choices(("one", "two", "three", "four"), k=rng.randint(2, 9)))
-                file.write(json.dumps({"text": text, "url": "", "timestamp": ""}) + "\n")
+    write_shards(Path("shards"), 40, 9)
     handlers = {number: signal.getsignal(number) for number in TRAIN_SIGNALS}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield tmp_path
-    torch.set_num_threads(threads)
     assert {number: signal.getsignal(number) for number in TRAIN_SIGNALS} == handlers
 
 
@@ -3655,30 +3506,6 @@ def train_cut(line: str, step: int, worker: int = 0, number: int = signal.SIGTER
     with pytest.MonkeyPatch.context() as patch:
         train_at(worker, step, train_kill, number, 2, patch=patch.setattr)
         assert train_run(line) == 0
-
-
-def train_rank(line: str, hook: Callable[[], Any] | None = None) -> int:
-    """`python train.py LINE` in a process of its own, with a hook; rank 0's words are in `said`."""
-    sys.stdout = open("said" if os.environ["RANK"] == "0" else os.devnull, "w", buffering=1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    if hook:
-        hook()
-    return train.main(line.split())
-
-
-def train_complaints(error: str) -> list[str]:
-    """The lines `train.py: ...`, without that name; there is no traceback."""
-    assert "Traceback" not in error, error
-    lines = re.split("[\r\n]", error)
-    return [x.removeprefix("train.py: ") for x in lines if x.startswith("train.py: ")]
-
-
-def train_ranks(ranks: int, line: str, hook: Any = None) -> tuple[list[int], list[list[str]]]:
-    """Exit codes (minus a signal's number) and complaints of ranks without torchrun."""
-    ended = Launch(ranks, train_rank, line, hook).wait()
-    codes = [rank.code or rank.value for rank in ended]
-    return codes, [train_complaints(rank.error) for rank in ended]
 
 
 class TrainCommand:
@@ -3728,24 +3555,6 @@ class TrainCommand:
         return [pid, *map(int, children)]
 
 
-def train_rows(name: str, log: str = "intervals") -> list[dict]:
-    lines = Path("runs", name, f"{log}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][log == "intervals" :]
-
-
-def train_end_state(name: str) -> dict:
-    """All that a run leaves, but for times and the bytes that rank 0 sent."""
-    last = max(Path("runs", name, "checkpoint").glob("step-*[0-9]"))
-    rows = [*train_rows(name), train.read_json(Path("runs", name, "summary.json"))]
-    hidden = ("seconds", "local_seconds", "sync_seconds", "sent_bytes")
-    return {
-        "step": last.name,
-        "tensors": {f.name: train.sha256(f) for f in sorted(last.glob("*.safetensors"))},
-        "intervals": [{k: v for k, v in row.items() if k not in hidden} for row in rows],
-        "metrics": Path("runs", name, "metrics.jsonl").read_text(),
-    }
-
-
 @functools.cache
 def train_finished(line: str) -> tuple[dict, Path]:
     """End state of the undisturbed run in this process, and its folder for copies."""
@@ -3793,7 +3602,7 @@ def test_a_run_folder_holds_what_an_audit_needs(train_place):
     assert all(set(row) >= {*more.split()} for row in rows)  # beside the controller's
     assert [row["step"] for row in metrics] == list(range(1, 23))
     assert set(metrics[0]) == {"step", "loss", "tokens", "lr", "grad_norm"}
-    summary = train.read_json(Path("runs/run/summary.json"))
+    summary = train_summary("run")
     words = "synchronisations intervals payload_bytes saved train_loss val_loss bits_per_byte"
     assert set(summary) == {*words.split(), "seconds", "sent_bytes"}
     assert summary["intervals"] == [[4, 5], [1, 2]] and summary["saved"] == 0
@@ -4075,7 +3884,7 @@ def test_time_before_a_stop_is_counted(train_place):
         train_at(0, 3, time.sleep, 1, patch=patch.setattr)
         train_cut(f"{TRAIN_NAMED} --steps 20", 5)
     assert train_run(TRAIN_AGAIN) == 0
-    assert train.read_json(Path("runs/run/summary.json"))["seconds"] >= 1
+    assert train_summary("run")["seconds"] >= 1
 
 
 def test_a_resume_on_other_documents_is_refused(train_place, capsys):
@@ -4822,7 +4631,6 @@ def test_estimated_memory_of_activations_is_what_autograd_keeps(dtype, switch, m
 
 # ---------------------------------------------------------------- what eval.py says of a run
 
-EVAL_WORDS = ("alpha", "beta", "gamma", "delta")
 EVAL_TALK = [{"role": "user", "content": " alpha "}]
 
 
@@ -4830,26 +4638,17 @@ EVAL_TALK = [{"role": "user", "content": " alpha "}]
 def eval_runs(tmp_path_factory):
     """Two short runs on tiny local files: `plain` on texts, `chat` fine-tuned from it."""
     home = tmp_path_factory.mktemp("eval")
-    rng = random.Random(0)
-    for part, count in (("train", 40), ("validation", 6)):
-        with gzip.open(home / f"c4-{part}.00000-of-00001.json.gz", "wt") as file:
-            for _ in range(count):
-                file.write(json.dumps({"text": " ".join(rng.choices(EVAL_WORDS, k=20))}) + "\n")
-    (home / "chat").mkdir()
+    write_shards(home, 40, 20)
+    talk = [*EVAL_TALK, {"role": "assistant", "content": "beta"}]
     for part, count in (("train", 40), ("test", 6)):
-        talk = [EVAL_TALK[0], {"role": "assistant", "content": "beta"}]
-        (home / "chat" / f"{part}.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * count)
+        write_rows(home / "chat" / f"{part}.jsonl", [{"messages": talk}] * count)
     common = "--workers 1 --batch-size 1 --seq-len 64 --val-documents 6 --warmup 5"
     plain = f"--name plain --steps 60 --data {home} --lr 5e-3 --base-horizon 5 --eval-every 2"
     chat = f"--recipe tiny-sft --name chat --steps 40 --init-from runs/plain --data {home}/chat"
-    before = Path.cwd(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    os.chdir(home)
-    for line in (plain, chat):
-        assert train.main(f"{line} {common}".split()) == 0
-    yield home / "runs"
-    os.chdir(before[0])
-    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before[1], strict=True):
-        signal.signal(number, handler)
+    with chdir(home):
+        for line in (plain, chat):
+            assert train.main(f"{line} {common}".split()) == 0
+        yield home / "runs"
 
 
 def eval_greedy(network, ids, most):

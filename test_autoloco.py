@@ -1203,10 +1203,6 @@ def adamw(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def sgd(network: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(network.parameters())
-
-
 def narrow(size: model.ModelConfig = NARROW) -> model.Transformer:
     network = model.Transformer(size)
     network.init_weights(0)
@@ -1322,28 +1318,9 @@ def test_outer_lr_one_without_momentum_is_plain_averaging():
         torch.testing.assert_close(mine, average.view(-1), rtol=1e-5, atol=1e-7)
 
 
-def test_one_worker_with_outer_lr_one_and_no_momentum_is_plain_adamw():
-    workers, network = workers_of(1, outer_lr=1.0), narrow()
-    inner, start = adamw(network), [p.detach().clone() for p in network.parameters()]
-    inner.param_groups[0]["lr"] = LR
-    for step in range(5):
-        plain_step(network, inner, WORDS.batch(0, step))
-    run_interval(workers, plan_of(5, momentum=0.0))
-    for mine, plain, theta in zip(workers.shared, network.parameters(), start, strict=True):
-        # theta - (theta - theta_k) is not theta_k in floats: one ulp of the larger operand.
-        plain = plain.detach().view(-1)
-        larger = torch.maximum(theta.view(-1).abs(), plain.abs())
-        ulp = torch.nextafter(larger, torch.tensor(math.inf)) - larger
-        assert ((mine - plain).abs() <= ulp).all()
-
-
-@pytest.mark.parametrize("case", ["one SGD step an interval", "ddp"])
-def test_one_sgd_step_an_interval_and_ddp_are_one_model_on_the_mean_gradient(case):
-    kind, optimizer = (diloco.DataParallel, adamw) if case == "ddp" else (diloco.LocalUpdate, sgd)
-    clip = 1.0 if case == "ddp" else 0.0
-    workers = workers_of(3, optimizer, kind, outer_lr=1.0, clip=clip)
-    network = narrow()
-    inner = optimizer(network)
+def test_ddp_is_one_model_on_the_mean_gradient_bit_for_bit():
+    workers, network = workers_of(3, cls=diloco.DataParallel), narrow()
+    inner = adamw(network)
     inner.param_groups[0]["lr"] = LR
     for step in range(4):
         gradients = []
@@ -1354,13 +1331,11 @@ def test_one_sgd_step_an_interval_and_ddp_are_one_model_on_the_mean_gradient(cas
             gradients.append([p.grad.clone() for p in network.parameters()])
         for p, *parts in zip(network.parameters(), *gradients, strict=True):
             p.grad = sum(parts[1:], parts[0]) / 3
-        torch.nn.utils.clip_grad_norm_(network.parameters(), clip or math.inf)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         inner.step()
-        run_interval(workers, plan_of(1, step, momentum=0.0))
+        run_interval(workers, plan_of(1, step))
     for mine, expected in zip(workers.shared, network.parameters(), strict=True):
-        expected = expected.detach().view(-1)
-        assert case != "ddp" or torch.equal(mine, expected)
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
+        assert torch.equal(mine, expected.detach().view(-1))
 
 
 # Sabotage: skip the momentum, or an out-of-place operation that is never assigned.
@@ -1388,35 +1363,6 @@ def test_outer_step_follows_the_series_worked_by_hand(normalise, expected):
         g = torch.ones(1) / (autoloco.normaliser(rho) if normalise else 1.0)
         diloco.nesterov(theta, m, g, mu, 0.7 * autoloco.step_scale(mu, 0.9, rho, 2.0))
         assert float(theta) == pytest.approx(value, abs=2e-6)
-
-
-def test_synchronisation_leaves_the_inner_moments_alone():
-    workers = workers_of(2)
-    local_phase(workers, plan_of(3))
-    before = [{k: v.clone() for k, v in workers.worker_state(row).items()} for row in range(2)]
-    workers.synchronise(plan_of(3))
-    for row in range(2):
-        after = workers.worker_state(row)
-        moments = [name for name in after if name.startswith("optimizer.exp_avg")]
-        assert len(moments) == 2 * len(workers.names)
-        for name in moments:
-            assert torch.equal(after[name], before[row][name]) and after[name].abs().max() > 0
-    assert not torch.equal(before[0][moments[0]], before[1][moments[0]])
-
-
-def test_a_non_finite_worker_is_left_out_and_starts_again():
-    workers, plan = workers_of(3), plan_of(2)
-    local_phase(workers, plan)
-    workers.replicas[1].local[0][5] = math.nan
-    expected = [t.clone() for t in workers.shared]
-    for t, a, b in zip(expected, *(workers.replicas[row].local for row in (0, 2)), strict=True):
-        mean = ((t - a) + (t - b)) / 2
-        t.add_(mean.add(mean, alpha=0.9), alpha=-0.7)
-    measured = workers.synchronise(plan)
-    assert measured.excluded == (1,) and math.isnan(measured.values["drift"])
-    assert all(torch.equal(a, b) for a, b in zip(workers.shared, expected, strict=True))
-    assert not workers.replicas[1].states[0] and workers.replicas[0].states[0]
-    assert torch.equal(workers.replicas[1].local[0], workers.shared[0])
 
 
 def test_without_a_finite_worker_the_interval_is_discarded():
@@ -1458,14 +1404,6 @@ def test_checksum_sees_one_changed_bit_and_odd_sizes():
     assert diloco.checksum(tensors) == before
 
 
-def test_ranks_with_different_global_seeds_start_from_equal_weights():
-    weights = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        weights.append(torch.cat([p.detach().view(-1) for p in narrow().parameters()]))
-    assert torch.equal(*weights)
-
-
 # ---------------------------------------------------------------- what a fork plugs in
 
 
@@ -1476,7 +1414,7 @@ def heavy_ball(theta: Tensor, momentum: Tensor, g: Tensor, retention: float, ste
 
 
 def test_another_outer_step_is_one_function():
-    workers, plain = workers_of(1, outer_step=heavy_ball), workers_of(1)
+    workers = workers_of(1, outer_step=heavy_ball)
     theta = [torch.nn.Parameter(t.clone()) for t in workers.shared]
     outer = torch.optim.SGD(theta, lr=0.7, momentum=0.9)
     for start in (0, 2, 4):
@@ -1484,11 +1422,8 @@ def test_another_outer_step_is_one_function():
         for t, local in zip(theta, workers.replicas[0].local, strict=True):
             t.grad = t.detach() - local
         outer.step()
-        norm = workers.synchronise(plan_of(2, start)).values["update_norm"]
-        run_interval(plain, plan_of(2, start))
+        assert workers.synchronise(plan_of(2, start)).values["update_norm"] > 0
         assert all(torch.equal(a, b) for a, b in zip(theta, workers.shared, strict=True))
-        assert norm > 0
-    assert diloco.checksum(plain.shared) != diloco.checksum(workers.shared)
 
 
 class Int4(quant.Codec):
@@ -1585,6 +1520,7 @@ def test_an_excluded_worker_s_own_buffers_start_again_too():
     workers.replicas[1].local[0][0] = math.nan
     assert workers.synchronise(plan_of(2)).excluded == (1,)
     assert not any(lost.any() for lost in workers.replicas[1].buffers["lost"])
+    assert torch.equal(workers.replicas[1].local[0], workers.shared[0])
     assert all(theta.isfinite().all() for theta in workers.shared)
 
 
@@ -1596,9 +1532,7 @@ def test_a_group_s_lr_ratio_multiplies_the_scheduled_rate():
 
 def own_loop() -> tuple[list[str], float]:
     """README's loop as printed: its decisions, and the last error."""
-    readme = (Path(__file__).parent / "README.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.S) if "LocalUpdate(" in b)
-    assert len(block.splitlines()) <= 30
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "LocalUpdate(" in b)
     names: dict[str, Any] = {}
     exec(compile(block, "README.md", "exec"), names)
     return names["decisions"], float(names["error"])
@@ -1613,30 +1547,17 @@ def test_readme_s_loop_around_your_own_model_learns_and_decides_the_same_on_two_
 # ---------------------------------------------------------------- schedules (E.2)
 
 
-def rules_of(steps: int, base: int) -> autoloco.Rules:
-    return autoloco.Rules(steps, 4e-4, 1000, base)
-
-
-def test_fixed_horizons_end_with_the_remainder():
-    assert diloco.fixed_schedule(rules_of(22, 5)) == (5, 5, 5, 5, 2)
-    assert diloco.run_lengths(diloco.fixed_schedule(rules_of(6490, 100))) == [[64, 100], [1, 90]]
-
-
-def test_linear_interval_grows_from_10_to_990_and_sums_to_the_budget():
-    schedule = diloco.linear_schedule(rules_of(50_000, 500))
-    assert (len(schedule), sum(schedule), schedule[0], schedule[-1]) == (100, 50_000, 10, 990)
+def test_linear_interval_grows_from_10_to_990_and_always_sums_to_the_budget():
+    schedule = diloco.linear_schedule(C4)
+    assert (len(schedule), schedule[0], schedule[-1]) == (100, 10, 990)
     assert all(8 <= b - a <= 11 for a, b in pairwise(schedule))
-
-
-@given(st.integers(1, 3000), st.integers(1, 300))
-@settings(derandomize=True, deadline=None, max_examples=200)
-def test_linear_interval_always_sums_to_the_budget(steps, base):
-    schedule = diloco.linear_schedule(rules_of(steps, base))
-    assert sum(schedule) == steps and min(schedule) >= 1
+    for steps, base in itertools.product((1, 2, 99, 100, 101, 2999), (1, 7, 100, 300)):
+        schedule = diloco.linear_schedule(autoloco.Rules(steps, 4e-4, 1000, base))
+        assert sum(schedule) == steps and min(schedule) >= 1
 
 
 def test_qsr_gives_the_reported_41_synchronisations():
-    schedule = diloco.qsr_schedule(rules_of(50_000, 500))
+    schedule = diloco.qsr_schedule(C4)
     assert len(schedule) == 41 and sum(schedule) == 50_000
     assert schedule[:6] == (500, 500, 500, 500, 501, 502)
     assert schedule[-5:] == (1743, 2172, 2966, 4907, 13822)
@@ -1654,18 +1575,6 @@ def test_qsr_survives_the_rounding_trap_and_a_vanishing_rate(lr, base, left, ste
 # ---------------------------------------------------------------- the wire (G)
 
 WIRE_NUMELS = [1, 7, 0, 1003, 4095, 4096, 4097, 3 * BLOCK + 5, *[5000] * 6]
-
-
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_parts_of_the_ranks_cover_the_payload_once(codec):
-    numels = [1, 7, 1003, 4097, 3 * SLAB + 5]
-    for world in (2, 3, 4):
-        wires = [
-            diloco.Wire(diloco.Ranks(rank, world, world), codec, numels) for rank in range(world)
-        ]
-        assert wires[0].payload_bytes == quant.payload_bytes(codec, numels)
-        assert sum(wires[0].parts, []) == wires[0].chunks
-        assert all(wire.parts == wires[0].parts for wire in wires)
 
 
 def wire_deltas(repetition: int, worker: int) -> list[Tensor]:
@@ -1721,14 +1630,6 @@ def test_the_mean_of_three_processes_is_the_plain_one_bit_for_bit_60_times(monke
     plain = list(plain_sums())
     assert wire_sums(diloco.Ranks(workers=3)) == plain
     assert on_ranks(3, lambda: wire_sums(diloco.connect(3)[0])) == [plain] * 3
-
-
-# Sabotage: average in the wire's number type.
-def test_bf16_is_averaged_in_fp32():
-    wire = diloco.Wire(diloco.Ranks(workers=64), CODECS["bf16"], [3])
-    ((_, mean),) = wire.mean([[torch.full((3,), 1e-3)] for _ in range(64)], [True] * 64)
-    value = float(torch.tensor(1e-3).bfloat16())
-    assert mean.tolist() == [value] * 3  # a running bf16 sum would drift by several percent
 
 
 # Sabotage: a plain all-gather, which sends K - 1 payloads a rank.
@@ -2066,7 +1967,7 @@ def test_sharded_training_equals_unsharded_with_empty_shards_and_ranks_without_r
 # ---------------------------------------------------------------- codecs (G)
 
 QUANT_TINY = 2.0**-126  # fp32's smallest normal number: the guard in the int8 scale
-QUANT_EDGES = [0, 1, 7, 1003, 4095, 4096, 4097, SLAB - 1, SLAB, SLAB + 1, 2 * SLAB + BLOCK + 5]
+QUANT_EDGES = [0, 1, 4095, 4096, 4097, SLAB - 1, SLAB, SLAB + 1, 2 * SLAB + BLOCK + 5]
 QUANT_NUMELS = st.lists(st.one_of(st.integers(0, 3 * SLAB), st.sampled_from(QUANT_EDGES)))
 INT8 = CODECS["int8"]
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -2079,24 +1980,20 @@ def quant_encoded(codec: quant.Codec, source: Tensor, block: int) -> Tensor:
     return out
 
 
-def quant_round_trip(codec: quant.Codec, *tensors: Tensor, slab: int = SLAB) -> list[Tensor]:
-    """Tensors through the codec, chunk by chunk, in one buffer without padding."""
-    cut = chunks([tensor.numel() for tensor in tensors], slab)
+def quant_round_trip(codec: quant.Codec, source: Tensor) -> Tensor:
+    """A tensor through the codec, chunk by chunk, in one buffer without padding."""
+    cut = chunks([len(source)], SLAB)
     sizes = [codec.nbytes(chunk) for chunk in cut]
-    wire = torch.full((sum(sizes),), 0x5A, dtype=torch.uint8)
-    results = [torch.full_like(tensor, 12345.0) for tensor in tensors]
+    wire, result = torch.empty(sum(sizes), dtype=torch.uint8), torch.full_like(source, 12345.0)
     for chunk, part in zip(cut, wire.split(sizes), strict=True):
-        codec.encode(tensors[chunk.tensor][chunk.start : chunk.stop], chunk.block, part)
-    sent = wire.clone()
+        codec.encode(source[chunk.start : chunk.stop], chunk.block, part)
     for chunk, part in zip(cut, wire.split(sizes), strict=True):
-        target = results[chunk.tensor][chunk.start : chunk.stop]
-        assert codec.decode(part, chunk.block, target) is target
-    assert torch.equal(wire, sent)
-    return results
+        codec.decode(part, chunk.block, result[chunk.start : chunk.stop])
+    return result
 
 
 def through_int8(source: Tensor) -> Tensor:
-    return quant_round_trip(INT8, source)[0]
+    return quant_round_trip(INT8, source)
 
 
 def plain_int8(block: Tensor) -> tuple[Tensor, Tensor]:
@@ -2145,29 +2042,6 @@ def test_chunks_cover_every_element_once_and_take_the_plain_formula(
     assert order == sorted(order) and ends == {t: n for t, n in enumerate(numels) if n}
 
 
-def test_int8_payload_of_sixteen_gigabytes_of_bf16_is_half_plus_a_thousandth() -> None:
-    bf16, int8 = (payload_bytes(CODECS[name], [8_030_261_248]) for name in ("bf16", "int8"))
-    assert (bf16, int8) == (16_060_522_496, 8_030_261_248 + 4 * 1_960_513)  # G: 16.06 GB
-
-
-@CODEC
-def test_a_decoded_bit_depends_on_its_tensor_alone(codec: quant.Codec) -> None:
-    sizes = (7, 2 * BLOCK + 1003, 1, 4095, 4097, 3 * BLOCK, 2 * SLAB + 3 * BLOCK + 1003)
-    sources = [gaussian(n, seed=n) for n in sizes]
-    expected = [quant_round_trip(codec, source)[0] for source in sources]
-    threads = torch.get_num_threads()
-    try:
-        for count, slab in ((1, BLOCK), (2, 3 * BLOCK), (3, SLAB), (1, 2 * SLAB)):
-            torch.set_num_threads(count)
-            for result, alone in zip(
-                quant_round_trip(codec, *sources, slab=slab), expected, strict=True
-            ):
-                assert torch.equal(result, alone)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(source, gaussian(len(source), len(source))) for source in sources)
-
-
 @CODEC
 def test_encode_and_decode_never_read_a_value_back(codec: quant.Codec) -> None:
     # Tensors on the meta device have no values: a hidden .item() or host synchronisation raises.
@@ -2179,7 +2053,7 @@ def test_encode_and_decode_never_read_a_value_back(codec: quant.Codec) -> None:
 def test_fp32_keeps_every_bit() -> None:
     bits = torch.randint(-(2**31), 2**31, (SLAB + 7,), generator=torch.Generator().manual_seed(1))
     source = bits.to(torch.int32).view(torch.float32)  # NaN payloads, infinities, subnormals
-    (result,) = quant_round_trip(CODECS["fp32"], source)
+    result = quant_round_trip(CODECS["fp32"], source)
     assert torch.equal(result.view(torch.int32), source.view(torch.int32))
 
 
@@ -2187,18 +2061,8 @@ def test_fp32_keeps_every_bit() -> None:
 @given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=70))
 def test_bf16_is_within_two_to_the_minus_eight(values: list[float]) -> None:
     source = torch.tensor(values)
-    error = (quant_round_trip(CODECS["bf16"], source)[0].double() - source.double()).abs()
+    error = (quant_round_trip(CODECS["bf16"], source).double() - source.double()).abs()
     assert bool((error <= (2.0**-8 * source.double().abs()).clamp_min(2.0**-134)).all())
-
-
-def test_bf16_rounds_halves_to_even_and_keeps_what_is_not_finite() -> None:
-    ulp = 2.0**-7  # of bf16 between 1 and 2
-    source = torch.tensor([1 + ulp / 2, 1 + 1.5 * ulp, -1 - ulp / 2, 3.4e38, -math.inf, -0.0])
-    source = torch.cat([source, torch.full((70,), math.nan)])
-    (result,) = quant_round_trip(CODECS["bf16"], source)
-    assert result[:4].tolist() == [1.0, 1 + 2 * ulp, -1.0, math.inf]
-    assert result[4].item() == -math.inf and math.copysign(1, result[5].item()) == -1
-    assert bool(result[6:].isnan().all())
 
 
 # Sabotage: divide by 128, floor instead of round, or one scale for the whole chunk.
@@ -2236,49 +2100,16 @@ def test_int8_scale_is_absmax_over_127_wherever_a_gradient_lives() -> None:
     assert int(zeros.count_nonzero()) == 0
 
 
-def test_int8_subnormal_blocks_keep_their_sign_and_the_largest_number_overflows() -> None:
-    source = gaussian(2 * BLOCK + 77).clamp(-1, 1) * QUANT_TINY
-    result = through_int8(source)
-    assert bool((result * source >= 0).all())  # x / scale never wraps around in int8
-    assert (result.double() - source.double()).abs().max() <= QUANT_TINY
-    assert torch.equal(through_int8(torch.full((70,), 2.0**-149)), torch.zeros(70))
-    largest = torch.tensor([torch.finfo(torch.float32).max])
-    assert through_int8(largest).item() == math.inf
-    neighbour = torch.nextafter(largest, torch.zeros(1))
-    assert through_int8(neighbour).item() == pytest.approx(neighbour.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("numel", [1, 7, 1003, BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_int8_block_with_inf_or_nan_decodes_to_nan_and_no_other_does(
-    numel: int, bad: float
-) -> None:
-    for place in {0, numel // 2, numel - 1}:
-        source = gaussian(numel)
-        calm = through_int8(source)
-        source[place] = bad
-        result = through_int8(source)
-        hit = torch.arange(numel) // BLOCK == place // BLOCK
-        assert bool(result[hit].isnan().all()) and torch.equal(result[~hit], calm[~hit])
+def test_int8_block_with_inf_or_nan_decodes_to_nan_and_no_other_does(bad: float) -> None:
+    source = gaussian(3 * BLOCK + 5)
+    calm = through_int8(source)
+    source[[BLOCK, -1]] = bad
+    result, hit = through_int8(source), torch.arange(len(source)) // BLOCK % 2 == 1
+    assert bool(result[hit].isnan().all()) and torch.equal(result[~hit], calm[~hit])
     wire = quant_encoded(INT8, torch.tensor([0.0, bad, -bad, 1.0]), 4)
     wire[4:] = torch.arange(1, 5)  # whatever the values of such a block happen to be
     assert bool(INT8.decode(wire, 4, torch.empty(4)).isnan().all())
-
-
-def test_int8_loses_a_hundredth_of_gaussians_nothing_of_constants_and_a_block_to_an_outlier() -> (
-    None
-):
-    workers = [gaussian(64 * BLOCK, seed) for seed in range(4)]
-    once = quant_round_trip(INT8, *workers)
-    assert (once[0] - workers[0]).norm() <= 0.009 * workers[0].norm()
-    mean = torch.stack(workers).mean(0)
-    assert (through_int8(torch.stack(once).mean(0)) - mean).norm() <= 0.013 * mean.norm()
-    for value in (1.0, -0.3, 12345.678, -1e-25, 1e30):
-        result = through_int8(torch.full((BLOCK + 9,), value))
-        assert (result - value).abs().max() <= 2.0**-22 * abs(value)
-    workers[0][BLOCK + 17] = 1e6
-    difference = through_int8(workers[0]) - once[0]
-    assert set(difference.nonzero().flatten().tolist()) <= set(range(BLOCK, 2 * BLOCK))
 
 
 def test_int8_message_is_the_fp32_scales_and_then_the_values() -> None:
@@ -4411,16 +4242,6 @@ def test_a_worker_that_is_not_finite_is_left_out_and_the_run_goes_on(train_place
         saved = load_file(f"runs/run/checkpoint/step-00000096/worker-{worker:02d}.safetensors")
         counts = {float(v) for k, v in saved.items() if k.startswith("optimizer.step.")}
         assert counts == {float(steps)}  # Sabotage: a worker left out keeps its AdamW state.
-
-
-def test_an_interval_without_a_finite_worker_is_discarded(train_place):
-    hook = train_poison(math.nan, (0, 34), (1, 33))
-    assert train_ranks(2, TRAIN_NAMED, hook) == ([0, 0], [[], []])
-    rows = train_rows("run")
-    assert [row["excluded"] for row in rows if row["excluded"]] == [[0, 1]]
-    assert rows[3]["excluded"] and rows[3]["checksum"] == rows[2]["checksum"]
-    assert rows[3]["update_norm"] == 0 and rows[4]["checksum"] != rows[3]["checksum"]
-    assert autoloco.main(["replay", "runs/run/intervals.jsonl"]) == 0
 
 
 def test_a_run_stops_after_max_bad_intervals_with_the_checkpoints_before_them(train_place):

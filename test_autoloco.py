@@ -42,7 +42,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import hypothesis
 import jinja2
 import numpy as np
 import pytest
@@ -328,7 +327,7 @@ def test_robust_z_has_the_value_worked_by_hand_and_a_floor_of_a_tenth():
     assert autoloco.robust_z(0.25, (0.0,) * 16) == 0.25 / 0.10
 
 
-# Sabotage: severe above 6 instead of from 6; consistent from 1.
+# Sabotage: severe above 6 instead of from 6.
 def test_verdicts_change_exactly_at_six_three_and_one():
     below = {z: math.nextafter(z, -math.inf) for z in (6.0, 3.0)}
     for verdict, scores in {
@@ -1779,8 +1778,8 @@ def test_a_store_that_hangs_holds_nobody_up():
 @pytest.mark.parametrize(
     "line",
     [
-        "--steps 280 --lr 1e-1",  # far too high: the controller adopts, holds, reduces
-        "--steps 280 --lr 1e-1 --wire int8",
+        "--steps 280 --lr 5e-1",  # far too high: the controller adopts, holds, reduces
+        "--steps 280 --lr 5e-1 --wire int8",
         "--steps 20 --method ddp",
     ],
 )
@@ -1790,8 +1789,7 @@ def test_the_layout_changes_nothing(at_shards, line):
     states = [train_end_state(f"on{ranks}") for ranks in (1, 2, 4)]
     assert states[0] == states[1] == states[2]
     reasons = " ".join(row["reason"] for row in train_rows("on4"))
-    assert "ddp" in line or "adopt" in reasons
-    assert "1e-1" not in line or "int8" in line or "reduce" in reasons
+    assert "ddp" in line or ("adopt" in reasons and "reduce" in reasons)
 
 
 def test_two_processes_hold_the_oracle_s_parameters_after_each_synchronisation(at_shards):
@@ -2390,12 +2388,11 @@ def test_conversations_are_read_by_line_and_a_plain_file_is_mapped(tmp_path):
 # -------------------------------------------------------------------------------- damaged files
 
 
-def data_is_named(file: Path, line: int, content: bytes) -> None:
-    file.write_bytes(content)
-    with pytest.raises(ValueError) as caught:
-        source = data_source(file.parent, workers=1, batch_size=1)
-        pytest.fail(f"read {[source.batch(0, step).ids[0] for step in range(10)]}")
-    assert str(caught.value).startswith(f"{file}:{line}: "), caught.value
+@contextlib.contextmanager
+def one_line(words: str) -> Iterator[None]:
+    """What is done inside is refused in one line."""
+    with pytest.raises(ValueError, match=words) as caught:
+        yield
     assert "\n" not in str(caught.value)
 
 
@@ -2403,22 +2400,21 @@ DATA_WRONG_ROWS = [b'{"text": ', b"[" * 10**5, b'["text"]', b'{"content": "x"}',
 DATA_WRONG_ROWS += [b'{"text": "\xff"}', b'{"text": "\\ud800"}', b" " * (2**20 + 9)]
 
 
-@pytest.mark.parametrize("row", DATA_WRONG_ROWS, ids=range(8))
-def test_a_wrong_row_is_one_line_that_names_file_and_line(tmp_path, row, monkeypatch):
+def test_a_wrong_row_and_a_damaged_file_are_one_line_that_names_file_and_line(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(data, "MAX_LINE", 2**20)
     file = data_c4(tmp_path, 9) / "c4-train.00000-of-00001.json.gz"
-    rows = gzip.decompress(file.read_bytes()).splitlines()
-    data_is_named(file, 4, gzip.compress(b"\n".join([*rows[:3], row, *rows[4:]])))
-
-
-def test_a_damaged_file_is_one_line_that_names_file_and_line(tmp_path):
-    file = data_c4(tmp_path, 9) / "c4-train.00000-of-00001.json.gz"
-    lines = gzip.decompress(file.read_bytes())
-    stored, flipped = gzip.compress(lines, compresslevel=0), bytearray(file.read_bytes())
+    whole = file.read_bytes()
+    rows, flipped = gzip.decompress(whole).splitlines(), bytearray(whole)
     flipped[-8] ^= 1  # the checksum, which is read after the last line
-    cases = [(1, b""), (1, lines), (4, stored[: stored.find(b"train0 3")]), (10, bytes(flipped))]
-    for line, content in cases:
-        data_is_named(file, line, content)
+    wrong = [gzip.compress(b"\n".join([*rows[:3], row, *rows[4:]])) for row in DATA_WRONG_ROWS]
+    cases = [*((4, content) for content in wrong), (4, whole[: whole.find(b"train0 3")])]
+    for line, content in [*cases, (1, b""), (1, b"\n".join(rows)), (10, bytes(flipped))]:
+        file.write_bytes(content)
+        with one_line(f"^{re.escape(str(file))}:{line}: "):
+            source = data_source(tmp_path, workers=1, batch_size=1)
+            pytest.fail(f"read {[source.batch(0, step).ids[0] for step in range(10)]}")
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped_and_lines_counted(tmp_path):
@@ -2468,13 +2464,11 @@ def test_paths_names_and_combinations_that_make_no_sense_are_one_line(tmp_path):
         (chat, {"seq_len": 8}, "too few documents fit: 0 for training .*9 dropped"),
         (few, {}, r"00000-of-00001.json.gz: no training document.*worker 2"),
     ]
-    for path, changes, message in cases:
-        with pytest.raises(ValueError, match=message) as caught:
-            data_source(path, **changes)
-        assert "\n" not in str(caught.value)
     data_bpe(chat)
-    with pytest.raises(ValueError, match="--tokenizer gpt2: conversations need"):
-        data_source(chat, tokenizer="gpt2")
+    cases.append((chat, {"tokenizer": "gpt2"}, "--tokenizer gpt2: conversations need"))
+    for path, changes, message in cases:
+        with one_line(message):
+            data_source(path, **changes)
 
 
 # ------------------------------------------------------------------------------------ tokenizers
@@ -2550,11 +2544,6 @@ def test_a_tokenizer_is_found_by_name_beside_the_weights_first_or_by_path(tmp_pa
     for path in (tmp_path / "weights", own):
         assert data.open_tokenizer(str(path)).vocab_size == 512
     assert data.has_tokenizer(tmp_path / "weights") and not data.has_tokenizer(tmp_path)
-    before = data.open_tokenizer("gpt2", [c4])
-    data_bpe(c4, (b"other",))  # a changed file is read anew
-    after = data.open_tokenizer("gpt2", [tmp_path / "nowhere", c4])
-    assert before.vocab_size == 264 and after.vocab_size == 261
-    assert after.encode("other").tolist() == [256 + 3]
 
 
 def test_a_json_tokenizer_takes_begin_end_and_chat_from_its_folder(tmp_path, monkeypatch):
@@ -2569,27 +2558,22 @@ def test_a_json_tokenizer_takes_begin_end_and_chat_from_its_folder(tmp_path, mon
     data_json_tokenizer(tmp_path / "cut", ("<s>",))
     (tmp_path / "cut" / "tokenizer.json").write_text('{"model":')
     for name, message in {"none": "no bos_token", "other": "no bos_token", "cut": "cannot"}.items():
-        with pytest.raises(ValueError, match=f"{name}/tokenizer.json.*{message}") as caught:
+        with one_line(f"{name}/tokenizer.json.*{message}"):
             data.open_tokenizer(str(tmp_path / name))
-        assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # it is an optional package
     with pytest.raises(ValueError, match="tokenizer.json needs: pip install tokenizers"):
         data.open_tokenizer(str(tmp_path / "x"))
 
 
-@pytest.mark.parametrize(
-    ("line", "spoilt"),
-    [(3, "AA"), (5, "!!!! 4"), (7, "BQ== six"), (258, "IHQ= 300"), (2, "AA== 1"), (200, "")],
-)
-def test_a_damaged_tokenizer_file_is_named_with_its_line(tmp_path, line, spoilt):
+def test_a_damaged_tokenizer_file_is_named_with_its_line(tmp_path):
     file = data_bpe(tmp_path)
     lines = file.read_text().splitlines()
-    lines[line - 1] = spoilt
-    file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}:{line}: "):
-        data.open_tokenizer("llama3", [tmp_path])
-    file.write_text("\n".join(lines[: min(line - 1, 200)]) + "\n")
-    with pytest.raises(ValueError, match="tokenizer.model: no token for some of the 256 bytes"):
+    for line, spoilt in ((3, "AA"), (5, "!!!! 4"), (7, "BQ== six"), (258, "IHQ= 300"), (200, "")):
+        file.write_text("\n".join([*lines[: line - 1], spoilt, *lines[line:]]) + "\n")
+        with one_line(f"^{re.escape(str(file))}:{line}: "):
+            data.open_tokenizer("llama3", [tmp_path])
+    file.write_text("\n".join(lines[:200]) + "\n")
+    with one_line("tokenizer.model: no token for some of the 256 bytes"):
         data.open_tokenizer(str(tmp_path))
 
 
@@ -2646,8 +2630,6 @@ def test_the_assistant_mask_is_exact_token_by_token(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama3", "json"])
 def test_tokens_of_a_conversation_equal_those_of_its_rendered_template(tmp_path, kind):
-    import jinja2
-
     data_bpe(tmp_path)
     if kind == "json":
         names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
@@ -2851,11 +2833,10 @@ def test_a_hub_out_of_reach_is_one_line_at_once(name, offline, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
-    reason = "(HF_HUB_OFFLINE is set)" if offline else "(ConnectionError)"
-    with pytest.raises(ValueError, match=f"^--data {name}: .* could not be reached") as caught:
+    reason = "HF_HUB_OFFLINE is set" if offline else "ConnectionError"
+    words = rf"^--data {name}: .* could not be reached \({reason}\).*--data PATH reads local files"
+    with one_line(words):
         data_source(name)
-    assert reason in str(caught.value) and "--data PATH reads local files" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- the model and its weights
@@ -2961,8 +2942,6 @@ def test_initial_weights_depend_on_the_seed_alone_also_from_the_meta_device():
         assert torch.equal(state, torch.get_rng_state())
     for first, second in zip(*(network.parameters() for network in networks), strict=True):
         assert torch.equal(first, second)
-    inputs = model_tokens(MODEL_SMALL, 1, 8)
-    assert torch.equal(networks[0].logits(inputs), networks[1].logits(inputs))
     networks[1].init_weights(6)
     assert not torch.equal(networks[0].embedding, networks[1].embedding)
 
@@ -3007,14 +2986,6 @@ def test_too_many_positions_are_refused():
         model.Transformer(MODEL_SMALL).logits(model_tokens(MODEL_SMALL, 1, 65))
 
 
-def test_training_can_follow_an_evaluation_in_inference_mode():
-    network, inputs = model_make(MODEL_SMALL), model_tokens(MODEL_SMALL, 1, 9)
-    model.rotary_tables.cache_clear()
-    with torch.inference_mode():
-        network.logits(inputs)
-    network(inputs, inputs).backward()
-
-
 def test_activation_checkpointing_changes_no_bit():
     network, (inputs, targets) = model_make(MODEL_SMALL), model_batch(2, 12)
     loss, kept = model_gradients(network, inputs, targets)
@@ -3026,16 +2997,6 @@ def test_activation_checkpointing_changes_no_bit():
     assert runs == [0, 1, 1, 0]  # forward, then each anew in the backward pass
     assert torch.equal(loss, again)
     assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
-
-
-def test_loss_is_the_sum_over_targets_that_count():  # Sabotage: the mean in place of the sum
-    network, (inputs, targets) = model_make(MODEL_SMALL), model_batch(2, 6)
-    targets[0, 2:] = model.IGNORE
-    log_p = network.logits(inputs).log_softmax(-1)
-    counted = [(b, t) for b in range(2) for t in range(6) if targets[b, t] != model.IGNORE]
-    loss = network(inputs, targets)
-    assert loss.dtype == torch.float32 and loss.shape == ()
-    torch.testing.assert_close(loss, -sum(log_p[b, t, targets[b, t]] for b, t in counted))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
@@ -3114,16 +3075,11 @@ def test_neither_padding_nor_the_rest_of_a_batch_changes_a_sequence(monkeypatch,
         for row, length in enumerate(lengths):  # what stands in the padding must not matter
             inputs[row, :length] = model_tokens(MODEL_SMALL, length, seed=row)
             targets[row, :length] = model_tokens(MODEL_SMALL, length, seed=10 + row)
-        return model_gradients(network, inputs[rows], targets[rows])
+        loss, gradients = model_gradients(network, inputs[rows], targets[rows])
+        return torch.cat([loss.view(1), *(g.view(-1) for g in gradients)])
 
-    loss, grads = padded(16)
-    again, twice = padded(32)
-    parts = [padded(16, slice(row, row + 1)) for row in range(3)]
-    torch.testing.assert_close(again, loss, rtol=1e-14, atol=0)
-    torch.testing.assert_close(sum(part[0] for part in parts), loss)
-    for total, more, *pieces in zip(grads, twice, *(part[1] for part in parts), strict=True):
-        torch.testing.assert_close(more, total, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(sum(pieces), total)
+    alone = [padded(16, slice(row, row + 1)) for row in range(3)]
+    torch.testing.assert_close(sum(alone), padded(32), rtol=1e-7, atol=1e-9)
 
 
 # Hugging Face weights
@@ -3248,9 +3204,8 @@ def test_bad_weight_folders_are_refused_in_one_line_that_names_the_file(tmp_path
     break_it, message = MODEL_BAD[case]
     model.save_hf(tmp_path, MODEL_SMALL, model_state(MODEL_SMALL))
     break_it(tmp_path)
-    with pytest.raises(ValueError, match=message) as caught:
+    with one_line(f"^{re.escape(str(tmp_path))}.*{message}"):
         model_load(tmp_path)
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_bf16_weights_come_back_as_bf16_and_as_fp32_without_leftovers_of_old_exports(tmp_path):
@@ -3406,16 +3361,11 @@ def train_tree(folder: str) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def train_sign(folder: Path, longer: int = 0) -> None:
-    """Give every manifest of a run the checksums of what now stands there; the log's header has
-    become longer.
-    """
+def train_sign(folder: Path) -> None:
+    """Give every manifest of a run the checksums of what now stands there."""
     for path in folder.glob("checkpoint/*/manifest.json"):
         manifest = train.read_json(path)
         manifest["files"] = {f: train.sha256(path.parent / f) for f in manifest["files"]}
-        size = manifest["logs"]["intervals"][0] + longer
-        digest = train.sha256(folder / "intervals.jsonl", size)
-        manifest["logs"]["intervals"] = [size, digest]
         train.write_json(path, manifest)
     facts = train.read_json(folder / "env.json")
     facts["config_sha256"] = train.sha256(folder / "config.json")
@@ -3433,6 +3383,9 @@ def test_a_run_folder_holds_what_an_audit_needs(train_place):
     assert all(set(row) >= {*more.split()} for row in rows)  # beside the controller's
     assert [row["step"] for row in metrics] == list(range(1, 23))
     assert set(metrics[0]) == {"step", "loss", "tokens", "lr", "grad_norm"}
+    # Sabotage: the rate is one step ahead.
+    rules = train.load_config(Path("runs/run")).rules
+    assert [row["lr"] for row in metrics] == [autoloco.inner_lr(rules, s) for s in range(22)]
     summary = train_summary("run")
     words = "synchronisations intervals payload_bytes saved train_loss val_loss bits_per_byte"
     assert set(summary) == {*words.split(), "seconds", "sent_bytes"}
@@ -3445,17 +3398,6 @@ def test_a_run_folder_holds_what_an_audit_needs(train_place):
     assert header["method"] == "diloco" and header["rules"]["base_horizon"] == 5
     checkpoints = sorted(path.name for path in Path("runs/run/checkpoint").iterdir())
     assert checkpoints == ["step-00000020", "step-00000022"]
-
-
-@pytest.mark.parametrize("method", train.METHODS)
-def test_every_method_follows_the_closed_form_learning_rate(train_place, method):
-    assert train_run(f"{TRAIN_NAMED} --steps 30 --method {method}") == 0
-    for row in train_rows("run", "metrics"):
-        s = row["step"] - 1
-        p = (s - 10) / 20
-        # Sabotage: the rate is one step ahead.
-        expected = 1e-3 * ((s + 1) / 10 if s < 10 else (1 + math.cos(math.pi * p)) / 2)
-        assert row["lr"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_ladder_of_one_rung_is_diloco_bit_for_bit(train_place):
@@ -3500,12 +3442,6 @@ def test_a_real_run_through_all_phases_replays(train_place):
     assert autoloco.main(["replay", "runs/run/intervals.jsonl"]) == 0
 
 
-def test_the_built_in_corpus_has_short_documents_that_the_mapper_sees(train_place):
-    assert train_run(f"{TRAIN_NAMED} --data docstrings --seq-len 128 --steps 60") == 0
-    densities = [row["tokens"] / row["steps"] for row in train_rows("run")]
-    assert len(set(densities)) > 1 and all(0 < d < 2 * 128 for d in densities)
-
-
 # ---------------------------------------------------------------- command lines
 
 
@@ -3517,23 +3453,15 @@ def test_the_built_in_corpus_has_short_documents_that_the_mapper_sees(train_plac
         ("--outer-momentun 1", "--outer-momentun: no such flag, did you mean --outer-momentum?"),
         ("--steps 0", "--steps 0: "),
         ("--steps two", "--steps: invalid int value: 'two'"),
-        ("--steps=--", "--steps"),
-        ("--lr -1", "--lr -1.0: "),
         ("--lr nan", "--lr nan: "),
         ("--outer-lr -1", "--outer-lr -1.0: from 0 to "),
         ("--outer-momentum 1", "--outer-momentum 1.0: in [0, 1)"),
-        ("--max-step-scale 0.5", "--max-step-scale 0.5: at least 1"),
-        (
-            "--base-horizon 25 --granularity 2",
-            "--base-horizon 25 is not a multiple of --granularit",
-        ),
-        ("--max-horizon 18", "--max-horizon 18"),
+        ("--base-horizon 25 --granularity 2", "--base-horizon 25 is not a multiple of --gr"),
         ("--horizons 3,x", "--horizons x"),
         ("--horizons 3,4", "--horizons must add up to 7 steps"),
         ("--verdicts 8=bad", "--verdicts 'bad': unknown"),
         ("--name ../there", "--name ../there"),
         ("--data nowhere/at/all", "nowhere/at/all"),
-        ("--adapt", "--adapt: no such flag"),
         ("--seq-len 9999", "--seq-len 9999: the model has 1024 positions"),
         ("--ranks-per-worker 2", "--ranks-per-worker 2: does not divide 1 ranks"),
         ("--name file --overwrite", "runs/file: "),
@@ -3542,12 +3470,20 @@ def test_the_built_in_corpus_has_short_documents_that_the_mapper_sees(train_plac
         ("--resume", "runs/tiny-autoloco-0/config.json: cannot be read"),
         (f"{TRAIN_AGAIN} --overwrite", "--resume and --overwrite exclude each other"),
         (f"{TRAIN_AGAIN} --workers 4", "--workers 4: runs/run was started with 2"),
-        (f"{TRAIN_AGAIN} --method qsr", "--method qsr: runs/run was started with autoloco"),
         (f"{TRAIN_AGAIN} --recipe tiny-sft", "--recipe tiny-sft: runs/run was started with tiny"),
-        (f"{TRAIN_AGAIN} --lr 2e-3", "--lr 0.002: runs/run was started with 0.001"),
         (f"{TRAIN_AGAIN} --steps 10", "--steps 10: runs/run was started with 40"),
         (f"{TRAIN_AGAIN} --min-horizon 9", "--min-horizon 9: runs/run was started with None"),
         (f"{TRAIN_AGAIN} --dry-run", "--dry-run True: runs/run was started with False"),
+        ("autoloco.py", "usage: "),
+        ("autoloco.py explain x 3 4", "usage: "),
+        ("autoloco.py replay absent", "absent: cannot be read"),
+        ("autoloco.py replay runs/file", "runs/file: line 1: "),
+        ("autoloco.py replay runs/run/metrics.jsonl", "metrics.jsonl: line 1: "),
+        ("autoloco.py explain runs/run/intervals.jsonl 99", "interval 99 is not in this log"),
+        ("eval.py loss nowhere", "nowhere/config.json: cannot be read"),
+        ("eval.py tasks runs/run --tasks bbh --limits 3", "--limits"),
+        ("eval.py sample runs/run --tokens 0", "--tokens: at least 1"),
+        (f"eval.py sample runs/run --prompt {'x' * 16}", "--prompt: 17 tokens"),
     ],
 )
 def test_wrong_input_gets_one_line_and_code_2_before_anything_is_touched(
@@ -3556,27 +3492,21 @@ def test_wrong_input_gets_one_line_and_code_2_before_anything_is_touched(
     shutil.copytree(train_finished(TRAIN_40)[1], "runs/run")
     Path("runs/file").write_text("mine")
     before = train_tree(".")
-    line = line if "--resume" in line or "--data" in line else f"--data shards {line}"
-    assert words in train_refused(capsys, line)
+    if line.startswith(("autoloco.py", "eval.py")):
+        program, *argv = line.split()
+        assert {"autoloco.py": autoloco, "eval.py": evaluation}[program].main(argv) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and words in said.err and said.err.count("\n") == 1
+    else:
+        line = line if "--resume" in line or "--data" in line else f"--data shards {line}"
+        assert words in train_refused(capsys, line)
     assert train_tree(".") == before
-
-
-@pytest.mark.parametrize(("base", "most"), [(25, 37), (21, 31), (35, 52), (105, 154)])
-def test_any_base_horizon_has_a_granularity_and_saved_is_against_its_own_diloco(base, most, capsys):
-    for method in ("diloco", "autoloco"):
-        assert train_run(f"--base-horizon {base} --method {method} --dry-run --json") == 0
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        expected = 1 - result["synchronisations"] / math.ceil(2000 / base)
-        assert result["saved"] == pytest.approx(expected)
-    assert result["intervals"][0][1] == base
-    assert max(steps for _, steps in result["intervals"]) == most
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("--method diloco --no-normalise", "--normalise has no effect: it needs a method whose "),
-        ("--method diloco --granularity 3", "--granularity has no effect: it needs a controller"),
         ("--horizons 100x20 --min-horizon 8", "--min-horizon has no effect: it needs a controller"),
         ("--method ddp --outer-lr 1", "--outer-lr has no effect: it needs a method that sync"),
         ("--data doctests --seq-len 64 --json", ""),
@@ -3588,50 +3518,21 @@ def test_settings_without_effect_are_warned_of(capsys, line, words):
     assert error.count("\n") == bool(words) and words in error
 
 
-def train_good_values(one: Any) -> list[str]:
-    """Values of a flag that are right wherever nothing else is wrong."""
-    about, default = one.metadata, one.default
-    if isinstance(default, bool):
-        return [train.flag(one.name)] if one.name not in ("resume", "dry_run") else []
-    numbers = {"steps": (1, 7, 6490), "workers": (1, 3, 16), "lr": (1e-5, 0.5), "warmup": (0, 5000)}
-    numbers |= {"base_horizon": (1, 25, 105), "seed": (1, 2**31), "link_ms": (30,)}
-    values = [*about.get("choices", ()), *numbers.get(one.name, ())]
-    return [f"{train.flag(one.name)}={value}" for value in values if one.name != "model"]
-
-
-TRAIN_GOOD = st.sampled_from([v for one in fields(train.Config) for v in train_good_values(one)])
-TRAIN_FLAGS = st.sampled_from([train.flag(one.name) for one in fields(train.Config)])
-TRAIN_ODD = st.one_of(
-    st.sampled_from(
-        "0 -1 1.5 nan inf -inf 1e400 1e-320 99999999999999999999 0x10 1_000 true , = 3x 0x5 x 5x0 "
-        "99999999x99999999 8= =severe .. / a/b tiny average --".split()
-    ),
-    st.text(max_size=12),
-    st.floats().map(str),
-)
-TRAIN_BAD = st.one_of(
-    st.builds("{}={}".format, TRAIN_FLAGS, TRAIN_ODD),
-    TRAIN_FLAGS.flatmap(lambda name: st.sampled_from([name, name[:-1], name[:-3]])),
-    TRAIN_ODD,
+TRAIN_ODD = (
+    "0 -1 1.5 nan inf -inf 1e400 1e-320 99999999999999999999 0x10 1_000 true , = 3x 0x5 x 5x0 "
+    "99999999x99999999 8= =severe .. / a/b tiny average -- é 7 1e-5 3"
 )
 
 
 @pytest.mark.slow
 def test_300_command_lines_are_accepted_or_answered_with_one_line(train_place, capsys):
-    seen, before = {0: 0, 2: 0}, train_tree(".")
-
-    @hypothesis.settings(
-        max_examples=300, derandomize=True, deadline=None, database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-    @hypothesis.given(
-        st.sampled_from([f"--recipe={recipe}" for recipe in train.RECIPES]),
-        st.lists(TRAIN_GOOD, max_size=3),
-        st.one_of(st.just([]), st.lists(TRAIN_BAD, min_size=1, max_size=2)),
-    )
-    def one(recipe, good, bad):
-        argv = [recipe, *good, *bad, "--dry-run"]
-        capsys.readouterr()
+    rng, seen, before = random.Random(3), {0: 0, 2: 0}, train_tree(".")
+    for _ in range(300):
+        argv = [f"--recipe={rng.choice(list(train.RECIPES))}", "--dry-run"]
+        for one in rng.sample(fields(train.Config), rng.randint(0, 2)):
+            values = [*one.metadata.get("choices", ()), *TRAIN_ODD.split()]
+            switch = isinstance(one.default, bool) and rng.random() < 0.9
+            argv.append(train.flag(one.name) + f"={rng.choice(values)}" * (not switch))
         code = train.main(argv)
         said = capsys.readouterr()
         seen[code] += 1
@@ -3641,9 +3542,7 @@ def test_300_command_lines_are_accepted_or_answered_with_one_line(train_place, c
             assert said.out.startswith("recipe ")
             assert all(line.startswith("warning: ") for line in said.err.splitlines())
         assert train_tree(".") == before, argv
-
-    one()
-    assert seen[0] + seen[2] >= 300 and seen[0] >= 0.3 * (seen[0] + seen[2]), seen
+    assert min(seen.values()) >= 90, seen
 
 
 # ---------------------------------------------------------------- resume
@@ -3734,25 +3633,16 @@ def test_a_run_from_before_a_field_was_added_reads_and_an_unknown_field_is_named
     train_place, capsys
 ):
     train_cut(TRAIN_NAMED, 44)
-    path, log = Path("runs/run/config.json"), Path("runs/run/intervals.jsonl")
-    saved, (first, rest) = train.read_json(path), log.read_text().split("\n", 1)
-    header = json.loads(first)
+    path = Path("runs/run/config.json")
+    saved = train.read_json(path)
     del saved["config"]["beta1"], saved["config"]["max_step_scale"], saved["config"]["horizons"]
-    del header["rules"]["normalise"], header["rules"]["controller"]
-    log.write_text(f"{json.dumps(header)}\n{rest}")
-    for fields_too_many in ({"seeds": 0}, {}):
-        train.write_json(path, saved | {"config": saved["config"] | fields_too_many})
-        train_sign(path.parent, len(json.dumps(header)) - len(first))
-        first = json.dumps(header)
-        if fields_too_many:
-            assert "config.json: unknown seeds" in train_refused(capsys, TRAIN_AGAIN)
-    assert train.load_config(path.parent).beta1 == 0.9
+    train.write_json(path, saved | {"config": saved["config"] | {"seeds": 0}})
+    train_sign(path.parent)
+    assert "config.json: unknown seeds" in train_refused(capsys, TRAIN_AGAIN)
+    train.write_json(path, saved)
+    train_sign(path.parent)
     assert train_run(TRAIN_AGAIN) == 0
     assert train_end_state("run") == train_straight(TRAIN_LINE)
-    header["rules"]["colour"] = 1
-    log.write_text(f"{json.dumps(header)}\n{rest}")
-    assert autoloco.main(["replay", str(log)]) == 2
-    assert "line 1: rules has an unknown colour" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- signals, lost peers, full disks
@@ -4362,6 +4252,7 @@ def train_dry(line: str) -> dict:
         ("--recipe ultrachat-8b --method diloco", 65, 0.0, "64x100 90"),
         ("--recipe ultrachat-8b --wire int8", 49, 62.3, ""),
         ("--recipe tiny", 73, 27.0, "8x20 5x22 5x24 5x26 49x30 10"),
+        ("--recipe tiny --base-horizon 35 --method diloco", 58, 0.0, "57x35 5"),
         ("--verdicts 9=moderate", 77, 23.0, "8x500 550 14x500 5x550 5x600 5x700 38x750 700"),
         ("--verdicts 8=moderate", 73, 27.0, "9x500 5x550 5x600 5x650 48x750 500"),
         ("--verdicts 8=moderate,9=moderate", 79, 21.0, "9x500 5x400 5x450 5x500 5x550 "),
@@ -4663,21 +4554,6 @@ def test_a_fine_tuned_run_is_asked_in_the_chat_format_and_a_group_speaks_for_its
     (eval_harness / "both.yaml").write_text(json.dumps(group))
     [row] = eval_measured(eval_runs / "chat", "both", eval_harness)
     assert row["task"] == "both" and row["chat"] and row["value"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("loss nowhere", "nowhere/config.json: cannot be read"),
-        ("tasks runs/plain --tasks bbh --limits 3", "--limits"),
-        ("sample runs/plain --tokens 0", "--tokens: at least 1"),
-        (f"sample runs/plain --prompt {'x' * 64}", "--prompt: 65 tokens"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(eval_runs, line, words, capsys):
-    assert evaluation.main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("eval.py: ") and words in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -8,14 +8,12 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import gzip
 import hashlib
 import importlib
 import inspect
-import io
 import itertools
 import json
 import math
@@ -31,13 +29,10 @@ import sys
 import tempfile
 import threading
 import time
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir
 from dataclasses import asdict, fields, replace
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -78,13 +73,7 @@ CALM = replace(C4, max_horizon=500)  # nothing to propose
 NORMALISED = replace(C4, normalise=True)
 
 # A deviation in units of the floor sigma; with a history of zeros it is the z score itself.
-LOCO_SIGMAS = {
-    "supports": 0.5,
-    "consistent": 2.0,
-    "moderate": 4.0,
-    "severe": 7.0,
-    "nonfinite": math.nan,
-}
+LOCO_SIGMAS = dict(supports=0.5, consistent=2.0, moderate=4.0, severe=7.0, nonfinite=math.nan)
 LOCO_WORSE = ("moderate", "severe", "nonfinite")
 
 
@@ -373,7 +362,6 @@ LOCO_TRACES = [
     (TINY_RULES, "", "8x20 22", "wwrrvvvmc"),
     # The warm-up takes every interval that starts in it. Sabotage: it ends one interval early.
     (replace(C4, warmup=0), "", "3x500", "rrv"),
-    (replace(C4, warmup=1), "", "4x500", "wrrv"),
     (replace(C4, warmup=500), "", "4x500", "wrrv"),
     (replace(C4, warmup=501), "", "5x500", "wwrrv"),
     # It ignores what is not finite, and nothing is judged before monitor.
@@ -381,7 +369,6 @@ LOCO_TRACES = [
     (C4, "severe@1 severe@2 severe@4 severe@6", "8x500", "wwrrvvvm"),
     # A non-finite interval does not count for the first reference. Sabotage: it does, or reduces.
     (C4, "nonfinite@3 nonfinite@5", "10x500 2x550", "wwrrrrvvvmcv"),
-    (C4, "consistent@8", "8x500 550", "mc"),
     # A first moderate holds, a second in a row reduces by 1.20: 500 to 416.7, 750 to 625.
     # Sabotage: one moderate reduces, or proposes; a normal interval does not end the row.
     (C4, "moderate@8", "9x500 550", "mmc"),
@@ -391,7 +378,6 @@ LOCO_TRACES = [
     # Severe reduces at once by 1.50: 500 to 333.3, 750 to 500 exactly; down to H_min, and
     # re-estimates also there. Sabotage: 1.20 for severe; reduced_horizon goes below H_min.
     (WIDE, "severe@8", "8x500 300", "mr"),
-    (WIDE, "moderate@8 severe@9", "9x500 300", "mmr"),
     (C4, "severe@28", TO_650 + " 5x750 500", "mr"),
     (C4, "severe@8", "8x500 5x350 400", "mrvvvmc"),
     (replace(C4, min_horizon=500), "severe@8", "13x500 550", "mrvvvmc"),
@@ -399,13 +385,10 @@ LOCO_TRACES = [
     # row to H_min, also across the re-estimation. Sabotage: re-estimation drops the flag; a finite
     # reference does not end the row.
     (WIDE, "nonfinite@8", "8x500 6x300", "mrvvvmm"),
-    (WIDE, "nonfinite@8 nonfinite@9", "8x500 300 2x50", "mrrv"),
     (WIDE, "nonfinite@8 nonfinite@9 nonfinite@10", "8x500 300 3x50", "mrrrv"),
     (WIDE, "nonfinite@8 nonfinite@10", "8x500 2x300 200", "mrvr"),
     (WIDE, "nonfinite@5", "5x500 300", "vr"),
-    (WIDE, "nonfinite@7 nonfinite@8", "7x500 300 50", "vrr"),
     (WIDE, "severe@8 nonfinite@9", "8x500 300 200", "mrr"),
-    (WIDE, "moderate@8 nonfinite@9", "9x500 300", "mmr"),
     # A rejected candidate's is the first of two. Sabotage: it does not count.
     (WIDE, "moderate@9 nonfinite@10", "8x500 550 500 300", "crr"),
     (WIDE, "nonfinite@9 nonfinite@10", "8x500 550 500 50", "crr"),
@@ -842,10 +825,7 @@ def test_replay_names_the_line_of_an_edited_missing_or_absurd_value(loco_clean, 
         loco_replayed(loco_edited(loco_clean, 9, **{column: value}))
 
 
-def test_replay_says_what_the_rule_gives_and_knows_the_exposure_where_nothing_is_judged(loco_clean):
-    words = "line 9: interval 8: next_horizon is 600 in the log, the rule gives 550"
-    with pytest.raises(ValueError, match=words):
-        loco_replayed(loco_edited(loco_clean, 9, next_horizon=600))
+def test_replay_knows_the_exposure_where_nothing_is_judged(loco_clean):
     with pytest.raises(ValueError, match="line 2: interval 1: exposure"):
         loco_replayed(loco_edited(loco_clean, 2, exposure=loco_clean[1]["exposure"] * 1.0001))
 
@@ -992,7 +972,8 @@ def test_a_difference_exits_with_1_and_names_the_place(loco_clean, tmp_path, cap
     path = loco_write(tmp_path / "log", loco_edited(loco_clean, 9, next_horizon=600))
     assert autoloco.main([command, path]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"{path}: line 9: ") and err.count("\n") == 1
+    words = "interval 8: next_horizon is 600 in the log, the rule gives 550"
+    assert out == "" and err.startswith(f"{path}: line 9: {words}") and err.count("\n") == 1
 
 
 def test_explain_shows_one_interval_or_all(loco_clean, tmp_path, capsys):
@@ -1549,7 +1530,7 @@ def test_readme_s_loop_around_your_own_model_learns_and_decides_the_same_on_two_
 def test_linear_interval_grows_from_10_to_990_and_always_sums_to_the_budget():
     schedule = diloco.linear_schedule(C4)
     assert (len(schedule), schedule[0], schedule[-1]) == (100, 10, 990)
-    assert all(8 <= b - a <= 11 for a, b in pairwise(schedule))
+    assert all(8 <= b - a <= 11 for a, b in itertools.pairwise(schedule))
     for steps, base in itertools.product((1, 2, 99, 100, 101, 2999), (1, 7, 100, 300)):
         schedule = diloco.linear_schedule(autoloco.Rules(steps, 4e-4, 1000, base))
         assert sum(schedule) == steps and min(schedule) >= 1
@@ -1829,7 +1810,7 @@ FSDP_SHARDED = FSDP_LINE + " --ranks-per-worker 2"
 @pytest.fixture(scope="session")
 def sharded(rank_place) -> str:
     """Two workers of two ranks each."""
-    with chdir(rank_place):
+    with contextlib.chdir(rank_place):
         train_on(4, FSDP_SHARDED, "sharded")
     return "sharded"
 
@@ -2088,14 +2069,6 @@ def test_int8_bytes_are_the_plain_formula_and_errors_within_half_a_scale(
         error = (result.double() - source.double()).abs()
         # A block below 2**-143 counts as zeros: scale 0.
         assert bool((error <= (scale.double() * (0.5 + 2.0**-16)).clamp_min(2.0**-143)).all())
-
-
-def test_int8_scale_is_absmax_over_127_wherever_a_gradient_lives() -> None:
-    absmax = 1.7320508 * 2.0 ** torch.arange(-94, 128)
-    scales = quant_encoded(INT8, absmax, 1)[: 4 * len(absmax)].view(torch.float32)
-    assert torch.equal(scales, absmax / 127)
-    zeros = quant_encoded(INT8, torch.tensor([0.0, -0.0] * BLOCK), BLOCK)
-    assert int(zeros.count_nonzero()) == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -2516,11 +2489,9 @@ def test_the_byte_tokenizers_short_cut_equals_tiktoken():
 def test_gpt2s_pattern_and_llamas_special_ids_are_the_published_ones(tmp_path):
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    tokens = data._read_vocabulary(data_bpe(tmp_path))
-    ours, theirs = (
-        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=tokens, special_tokens={})
-        for pattern in (data.GPT2_PATTERN, r50k_pat_str)
-    )
+    ours = data.open_tokenizer("gpt2", [data_bpe(tmp_path).parent]).encoding
+    known = dict(mergeable_ranks=ours._mergeable_ranks, special_tokens={})
+    theirs = tiktoken.Encoding("x", pat_str=r50k_pat_str, **known)
     for text in data_samples():
         assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
     names = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
@@ -2727,35 +2698,20 @@ def test_the_corpus_hash_is_noted_beside_that_of_the_recorded_results(monkeypatc
         assert found[:8] in note and words in note
 
 
-DATA_BUILD = """
-import sys, data
-print(data.build_corpus(("jinja2", "mpmath")))
-assert not {"jinja2", "mpmath"} & set(sys.modules), "a package was imported"
-"""
-
-
-def data_process(code: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(data.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 def test_processes_that_build_at_once_get_one_corpus_and_each_build_the_same_bytes(tmp_path):
-    caches = [tmp_path / "one", tmp_path / "one", tmp_path / "two"]
-    processes = [data_process(DATA_BUILD, AUTOLOCO_CACHE=str(cache)) for cache in caches]
-    results = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], results
-    assert sum("once: docstrings of jinja2, mpmath" in err for _, err in results) == 2
-    folders = [Path(out.strip()) for out, _ in results]
+    def build() -> str:
+        cache = ("one", "one", "two")[int(os.environ["RANK"])]
+        os.environ["AUTOLOCO_CACHE"] = str(tmp_path / cache)
+        return str(data.build_corpus(("jinja2", "mpmath")))
+
+    ended = Launch(3, build).wait()
+    assert sum("once: docstrings of jinja2, mpmath" in rank.error for rank in ended) == 2
+    folders = [Path(rank.value) for rank in ended]
     assert folders[0] == folders[1] and folders[0].name == folders[2].name
     # Nothing half-built is left over.
-    assert {p.name for p in caches[0].iterdir()} <= {folders[0].name, f"{folders[0].name}.lock"}
+    left = {path.name for path in (tmp_path / "one").iterdir()}
+    assert left <= {folders[0].name, f"{folders[0].name}.lock"}
     built = [{file.name: file.read_bytes() for file in root.rglob("*.*")} for root in folders]
     assert built[0] == built[2] and len(built[0]) == 1 + 5 + 2
     zipped = [content for name, content in built[0].items() if name != "corpus.json"]
@@ -2848,10 +2804,10 @@ MODEL_SMALL = model.ModelConfig(
     max_seq_len=64,
 )
 MODEL_KINDS = {
-    "tied": dataclasses.replace(MODEL_SMALL, kv_heads=4, rope_scaling=None),
-    "untied": dataclasses.replace(MODEL_SMALL, kv_heads=4, rope_scaling=None, tied=False),
-    "grouped": dataclasses.replace(MODEL_SMALL, kv_heads=1, rope_scaling=None),
-    "stretched": dataclasses.replace(MODEL_SMALL, tied=False, rope_theta=500_000.0),
+    "tied": replace(MODEL_SMALL, kv_heads=4, rope_scaling=None),
+    "untied": replace(MODEL_SMALL, kv_heads=4, rope_scaling=None, tied=False),
+    "grouped": replace(MODEL_SMALL, kv_heads=1, rope_scaling=None),
+    "stretched": replace(MODEL_SMALL, tied=False, rope_theta=500_000.0),
 }
 
 
@@ -2928,7 +2884,7 @@ def test_parameter_shapes_are_those_of_the_model_in_its_order_and_only_matrices_
 @pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"tied": "no"}])
 def test_impossible_shapes_are_refused(change):
     with pytest.raises(ValueError, match="head|layers|tied"):
-        dataclasses.replace(MODEL_SMALL, **change)
+        replace(MODEL_SMALL, **change)
 
 
 def test_initial_weights_depend_on_the_seed_alone_also_from_the_meta_device():
@@ -2961,7 +2917,7 @@ def test_initial_deviation_is_002_less_to_the_stream_and_the_first_loss_a_unifor
 
 
 def test_rotation_is_by_position_times_frequency():  # Sabotage: the other half negated
-    config = dataclasses.replace(MODEL_SMALL, rope_scaling=None, width=16)  # frequencies 1, 1/100
+    config = replace(MODEL_SMALL, rope_scaling=None, width=16)  # frequencies 1, 1/100
     cos, sin = model.rotary_tables(config, 8, torch.device("cpu"))
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 8, 1, 4)
     turned = model.rotate(x, cos, sin)[0, 7, 0]
@@ -3055,7 +3011,7 @@ def test_chunked_loss_never_holds_all_logits_nor_gradients_that_nobody_asked_for
 
 def test_large_vocabularies_take_the_chunked_loss_which_is_differentiated_once():
     for vocabulary, chunked in ((4096, False), (4097, True)):
-        network = model_make(dataclasses.replace(MODEL_SMALL, vocab_size=vocabulary))
+        network = model_make(replace(MODEL_SMALL, vocab_size=vocabulary))
         loss = network(*model_batch(1, 4))
         assert ("Chunked" in loss.grad_fn.name()) == chunked
     loss.backward(retain_graph=True)
@@ -3117,7 +3073,7 @@ def test_a_model_saved_by_transformers_has_the_same_logits_here(tmp_path, kind, 
     config = MODEL_KINDS[kind]
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
-        rope |= {"rope_type": "llama3"} | dataclasses.asdict(config.rope_scaling)
+        rope |= {"rope_type": "llama3"} | asdict(config.rope_scaling)
     torch.manual_seed(0)
     names = {hf: getattr(config, own) for own, hf in model.HF_FIELDS.items() if own != "rope_theta"}
     names |= {"rms_norm_eps": 1e-3, "initializer_range": 0.2}  # large enough to be noticed
@@ -3133,7 +3089,7 @@ def test_a_model_saved_by_transformers_has_the_same_logits_here(tmp_path, kind, 
             raw["rope_scaling"] = rope
         (tmp_path / "config.json").write_text(json.dumps(raw))
     read, state = model_load(tmp_path)
-    assert read == dataclasses.replace(config, norm_eps=1e-3)
+    assert read == replace(config, norm_eps=1e-3)
     network, inputs = model.Transformer(read), model_tokens(config, 2, 48)
     network.load_state_dict(state)
     with torch.no_grad():
@@ -3178,17 +3134,14 @@ def model_index(*names: str):
 
 MODEL_BAD = {
     "not JSON": (model_file("config.json", "{"), "config.json: cannot be read"),
-    "deep": (model_file("config.json", "[" * 10**5), "config.json: cannot be read"),
     "not a Llama": (model_config(model_type="gpt2"), "model_type is 'gpt2'"),
     "no width": (model_file("config.json", '{"model_type": "llama"}'), "' is missing"),
-    "huge": (model_config(vocab_size=10**20), "vocab_size is 1000"),
     "bias": (model_config(attention_bias=True), "attention_bias is True"),
     "rope type": (model_config(rope_scaling={"type": "yarn"}), "rope_type is 'yarn'"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
     "cut short": (model_file("model.safetensors", "{"), "model.safetensors: cannot be read"),
     "missing tensor": (model_norm(None), "model.safetensors: no tensor model.norm.weight"),
     "wrong shape": (model_norm(torch.ones(31)), r"model.norm.weight is \(31,\), not \(32,\)"),
-    "wrong dtype": (model_norm(torch.ones(32).long()), "model.norm.weight is torch.int64"),
     "infinite": (model_norm(torch.full((32,), float("inf"))), "norm.weight has values that are"),
     "bias tensor": (
         lambda d: model_edit_weights(d, model__norm__bias=torch.ones(32)),
@@ -3431,15 +3384,6 @@ def test_logged_loss_is_the_token_weighted_mean_over_workers(train_place):
     row, _ = train_rows("run", "metrics")
     assert row["loss"] == pytest.approx(total / count, rel=1e-6)
     assert row["tokens"] == sum(b.tokens for b in batches)
-
-
-def test_a_real_run_through_all_phases_replays(train_place):
-    assert train_run(f"{TRAIN_NAMED} --steps 200 --lr 2e-1 --checkpoint-every 99") == 0
-    rows = train_rows("run")
-    phases = {row["phase"] for row in rows}
-    assert phases == {"warmup", "reference", "variability", "monitor", "candidate"}
-    assert any("reduce" in row["reason"] or "reject" in row["reason"] for row in rows)
-    assert autoloco.main(["replay", "runs/run/intervals.jsonl"]) == 0
 
 
 # ---------------------------------------------------------------- command lines
@@ -3716,11 +3660,6 @@ TRAIN_DIFFER = r"(rank 0: )?shared parameters: rank 1 has \w{16}, rank 0 has \w{
         ("--wire int8", 2, train_stop(0, 35, signal.SIGHUP), [0, 0], "", 1),
         ("--wire int8", 1, train_stop(1, 35), [0], "", 2),
         ("", 1, lambda: train_before(train, "build_workers", train_kill, 2), [0], "", 1),
-        (  # while saving
-            *("--checkpoint-every 50", 1),
-            train_both(lambda: train_before(train, "sha256", train_kill), train_stop(0, 33)),
-            *([0], "", 1),
-        ),
         ("", 2, train_stop(1, 25, signal.SIGKILL), [1, -9], TRAIN_GONE, 1),
         ("--method ddp", 2, train_stop(0, 25, signal.SIGKILL), [-9, 1], TRAIN_GONE, 2),
         ("--workers 3", 3, train_dies_in_the_exchange, [1, -9, 1], TRAIN_GONE, 1),
@@ -4032,21 +3971,16 @@ TRAIN_MANIFEST = "checkpoint/step-00000040/manifest.json"
         (TRAIN_SHARED, train_tensor(lambda t, k: t.pop(k)), ""),
         (TRAIN_SHARED, train_tensor(lambda t, k: t.update({k: t[k][1:].clone()})), ""),
         (TRAIN_SHARED, train_tensor(lambda t, k: t.update({k: t[k].half()})), ""),
-        (TRAIN_WORKER, train_half, ""),
         (TRAIN_WORKER, Path.unlink, ""),
         (TRAIN_MANIFEST, train_half, ""),
-        (TRAIN_MANIFEST, Path.unlink, ""),
         (TRAIN_MANIFEST, train_nothing, ""),
         ("metrics.jsonl", train_edit('"step": 35', '"step": 36'), ""),
         ("intervals.jsonl", lambda path: os.truncate(path, path.stat().st_size - 9), ""),
         ("metrics.jsonl", train_edit('"step": 7,', '"step": 8,'), "changed since"),
         ("metrics.jsonl", train_half, "changed since"),
         ("intervals.jsonl", train_edit('"tokens": ', '"tokens": 1'), "changed since"),
-        ("config.json", train_half, "damaged, not JSON"),
         ("config.json", lambda path: path.write_text("[" * 10**5), "damaged, not JSON"),
-        ("config.json", lambda path: path.write_text('{"config": 3}'), "changed since"),
         ("config.json", train_edit('"lr": 0.001', '"lr": 0.003'), "changed since"),
-        ("config.json", train_edit('"heads": 2', '"heads": 1'), "changed since"),
         ("env.json", train_half, "damaged, not JSON"),
         ("env.json", lambda path: path.write_text("[]"), "damaged"),
         ("checkpoint/*/shared.safetensors", train_flip, "checksum differs"),
@@ -4189,18 +4123,15 @@ def test_runs_killed_at_20_random_points_end_as_the_straight_ones(train_place, c
 
 def train_damage(path: Path, rng: random.Random) -> None:
     """Damage a file in one of the ways of disks, crashes and editors."""
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     at = rng.randrange(len(content))
-    content[at] ^= 1 << rng.randrange(8)
-    right = content[at + 1 :]
-    left, holed = content[:at], bytes(40) + right[39:]
+    left, right = content[:at], content[at + 1 :]
+    changed = left + bytes([content[at] ^ 1 << rng.randrange(8)]) + right
     words = rng.choice((b"", b"{}", b"[]", b"null", b"7\n"))
-    ways = (content, content, left, left + holed, left + rng.randbytes(9) + right, words, None)
+    ways = (changed, changed, left, left + bytes(40) + right[39:], words, None)
     path.unlink()
     if (new := rng.choice(ways)) is not None:
         path.write_bytes(new)
-    elif rng.random() < 0.5:
-        path.mkdir()
 
 
 @pytest.mark.slow
@@ -4313,12 +4244,11 @@ def test_estimated_memory_of_states_is_what_two_workers_of_a_process_hold(train_
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("switch", ["", "--activation-checkpointing"])
-def test_estimated_memory_of_activations_is_what_autograd_keeps(dtype, switch, monkeypatch):
+def test_estimated_memory_of_activations_is_what_autograd_keeps(dtype, monkeypatch):
     size = model.ModelConfig(264, 256, 3, 4, 2, 512, tied=True)
     monkeypatch.setitem(model.SIZES, "tiny", size)
-    config, _ = train.parse(f"--dtype {dtype} --seq-len 1024 {switch}".split())
-    network = model.Transformer(size, config.activation_checkpointing)
+    config, _ = train.parse(f"--dtype {dtype} --seq-len 1024".split())
+    network = model.Transformer(size)
     network.init_weights(0)
     known, kept = {p.untyped_storage().data_ptr() for p in network.parameters()}, {}
 
@@ -4333,10 +4263,7 @@ def test_estimated_memory_of_activations_is_what_autograd_keeps(dtype, switch, m
         network.hidden(torch.zeros(2, 1024, dtype=torch.int64))
     held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known)
     estimate, tokens = train.memory_per_gpu(config, 1)["activations"], 2 * 1024
-    if switch:  # one layer is recomputed at a time, later
-        plain = replace(config, activation_checkpointing=False)
-        held += train.memory_per_gpu(plain, 1)["activations"] / 3
-    elif dtype == "bf16":
+    if dtype == "bf16":
         held -= 2 * sum(p.numel() for name, p in network.named_parameters() if "blocks" in name)
     assert held + 8 * size.width * tokens == pytest.approx(estimate, rel=0.15)
 
@@ -4357,7 +4284,7 @@ def eval_runs(tmp_path_factory):
     common = "--workers 1 --batch-size 1 --seq-len 64 --val-documents 6 --warmup 5"
     plain = f"--name plain --steps 60 --data {home} --lr 5e-3 --base-horizon 5 --eval-every 2"
     chat = f"--recipe tiny-sft --name chat --steps 40 --init-from runs/plain --data {home}/chat"
-    with chdir(home):
+    with contextlib.chdir(home):
         for line in (plain, chat):
             assert train.main(f"{line} {common}".split()) == 0
         yield home / "runs"
@@ -4401,16 +4328,6 @@ def test_a_sample_repeats_with_its_seed_and_is_greedy_at_temperature_0(eval_runs
 # Export: what transformers reads
 
 
-def eval_tokenizer(kind, folder):
-    """A tokenizer of each kind, with a small vocabulary."""
-    words = ["he", "in", "th", "the", " t", " the", "00", "  ", "\n\n", " h", "ing", "'s", "é"]
-    tokens = [bytes([value]) for value in range(256)] + [word.encode() for word in words]
-    lines = (f"{base64.b64encode(token).decode()} {at}\n" for at, token in enumerate(tokens))
-    folder.mkdir()
-    (folder / "tokenizer.model").write_text("".join(lines))
-    return data.open_tokenizer(kind, [folder])
-
-
 EVAL_PIECES = ["the thing", "\n\n", "it's", "2000", *data.BYTE_SPECIALS, *data.GPT2_SPECIALS]
 EVAL_TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(EVAL_PIECES)), max_size=6)
 
@@ -4421,7 +4338,8 @@ def test_an_exported_tokenizer_gives_the_ids_that_training_reads(tmp_path, kind,
     transformers = pytest.importorskip("transformers")
     if chat and kind == "gpt2":
         pytest.skip("has no tokens of a chat")
-    own = eval_tokenizer("llama3" if kind == "a folder" else kind, tmp_path / "own")
+    data_bpe(tmp_path, (b" the", b"the", b"ing", b"he", b"00", b"  ", b"\n\n", b"'s", b"\xc3\xa9"))
+    own = data.open_tokenizer("llama3" if kind == "a folder" else kind, [tmp_path])
     if kind == "a folder":  # of Hugging Face, by name
         evaluation.save_tokenizer(own, tmp_path / "theirs", not chat)
         own = data.open_tokenizer(str(tmp_path / "theirs"))
@@ -4450,10 +4368,6 @@ def test_an_exported_run_has_the_same_logits_answers_alike_and_stops_at_the_turn
     evaluation.export(eval_runs / "chat", tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    rendered = tokenizer.apply_chat_template(EVAL_TALK, add_generation_prompt=True, tokenize=False)
-    template = jinja2.Template(data.CHAT_TEMPLATE)
-    options = {"bos_token": data.BYTE_SPECIALS[0], "add_generation_prompt": True}
-    assert rendered == template.render(messages=EVAL_TALK, **options)
     asked = tokenizer.apply_chat_template(EVAL_TALK, add_generation_prompt=True, return_dict=True)
     read, _ = data.encode_chat(own, (("user", " alpha "), ("assistant", "")), 1000)
     assert asked["input_ids"] == read[:-1].tolist()
@@ -4985,15 +4899,11 @@ def test_readme_s_audit_is_what_the_program_prints():
 @pytest.mark.parametrize("name", ["autoloco", "diloco", "train", "quant", "model", "data", "eval"])
 def test_sizes_in_the_reading_order_are_right_within_a_tenth(name):
     source = (README_HOME / f"{name}.py").read_text()
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in silent | {tokenize.ENDMARKER}:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+    code = enumerate((line.strip() for line in source.splitlines()), 1)
+    lines = {number for number, line in code if line and not line.startswith("#")}
     for node in ast.walk(ast.parse(source)):
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     said = int(re.search(rf"\({name}\.py\) \(([\d,]+)\)", README)[1].replace(",", ""))
     # A fork may add a codec to the smallest file.
     assert abs(said - len(lines)) <= max(30, len(lines) / 10), f"{len(lines)} lines of code"

@@ -727,11 +727,10 @@ def test_what_is_not_given_follows_from_the_base_horizon(base, granularity, shor
 
 @pytest.mark.parametrize("change, words", [
     ({"steps": 0}, "steps=0"), ({"lr": 0.0}, "lr=0.0"), ({"lr": math.nan}, "lr=nan"),
-    ({"warmup": -1}, "warmup=-1"), ({"base_horizon": 0}, "base_horizon=0"),
-    ({"base_horizon": 510}, "base_horizon=510"), ({"min_horizon": 0}, "min_horizon=0"),
-    ({"min_horizon": 550}, "min_horizon=550, base"), ({"max_horizon": 725}, "max_horizon=725"),
-    ({"granularity": 0}, "granularity=0"), ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
-    ({"max_step_scale": 0.9}, "max_step_scale=0.9"), ({"max_step_scale": math.nan}, "max_step_sc"),
+    ({"warmup": -1}, "warmup=-1"), ({"base_horizon": 510}, "base_horizon=510"),
+    ({"min_horizon": 0}, "min_horizon=0"), ({"min_horizon": 550}, "min_horizon=550, base"),
+    ({"max_horizon": 725}, "max_horizon=725"), ({"granularity": 0}, "granularity=0"),
+    ({"outer_momentum": 1.0}, "outer_momentum=1.0"), ({"max_step_scale": 0.9}, "max_step_scale=0"),
     ({"controller": "mine"}, "controller=mine: one of autoloco"),
     ({"sequence": (500, 0, 49_500)}, "horizons="), ({"sequence": (500,) * 99}, "horizons= .*49500"),
 ])  # fmt: skip
@@ -1406,26 +1405,16 @@ def test_another_outer_step_is_one_function():
         assert all(torch.equal(a, b) for a, b in zip(theta, workers.shared, strict=True))
 
 
-class Int4(quant.Codec):
-    """A codec of 15 levels, two numbers a byte, one fp32 scale a block."""
+class Float8(quant.Codec):
+    """One byte a number, in units of 1e-3."""
 
-    name = "int4"
-
-    def nbytes(self, chunk: Chunk) -> int:
-        numel = chunk.stop - chunk.start
-        return (numel + 1) // 2 + 4 * (numel // chunk.block)
+    name, element_bytes = "fp8", 1
 
     def encode(self, source: Tensor, block: int, out: Tensor) -> None:
-        scale = source.view(-1, block).abs().amax(1, keepdim=True).clamp_(1e-30) / 7
-        levels = (source.view(-1, block) / scale).round_().add_(8).to(torch.uint8).view(-1)
-        pairs = F.pad(levels, (0, len(levels) % 2)).view(-1, 2)
-        out.copy_(torch.cat([scale.view(-1).view(torch.uint8), pairs[:, 0] * 16 + pairs[:, 1]]))
+        out.view(torch.float8_e4m3fn).copy_(source * 1e3)
 
     def decode(self, encoded: Tensor, block: int, out: Tensor) -> Tensor:
-        head = 4 * (out.numel() // block)
-        scale, pairs = encoded[:head].clone().view(torch.float32), encoded[head:]
-        levels = torch.stack([pairs // 16, pairs % 16], 1).view(-1)[: out.numel()]
-        return out.copy_((levels.float() - 8).view(-1, block).mul_(scale[:, None]).view(-1))
+        return out.copy_(encoded.view(torch.float8_e4m3fn)).div_(1e3)
 
 
 class ErrorFeedback(diloco.LocalUpdate):
@@ -1464,7 +1453,7 @@ def adafactor(network: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimizer", [adamw, muon_and_adamw, adafactor])
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_restored_worker_goes_on_bit_for_bit_with_what_was_plugged_in(optimizer, at):
-    options: dict[str, Any] = {"cls": ErrorFeedback, "codec": Int4(), "outer_step": heavy_ball}
+    options: dict[str, Any] = {"cls": ErrorFeedback, "codec": Float8(), "outer_step": heavy_ball}
     straight, resumed = (workers_of(2, optimizer, **options) for _ in range(2))
     measured = run_interval(straight, plan_of(2))
     assert measured.values["lost_energy"] > 0
@@ -1709,8 +1698,7 @@ def test_ranks_that_were_started_differently_end_with_one_line(at_shards, tmp_pa
     assert not Path("runs/different").exists()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number, shards", [(signal.SIGSTOP, 1), (signal.SIGKILL, 2)])
 def test_a_lost_or_hung_rank_ends_the_others_within_the_timeout(at_shards, number, shards):
     line = f"{RANK_LINE} --workers {2 // shards} --ranks-per-worker {shards} --checkpoint-every 1"
     line += f" --timeout-minutes 0.05 --overwrite --name lost{shards}"
@@ -1998,9 +1986,7 @@ def block_values() -> st.SearchStrategy[list[float]]:
 
 @settings(derandomize=True, deadline=None)
 @given(QUANT_NUMELS, st.sampled_from([BLOCK, SLAB, 2 * SLAB]))
-def test_chunks_cover_every_element_once_and_take_the_plain_formula(
-    numels: list[int], slab: int
-) -> None:
+def test_chunks_cover_every_element_once_and_take_the_plain_formula(numels, slab):
     plain = {
         "fp32": sum(4 * n for n in numels),
         "bf16": sum(2 * n for n in numels),
@@ -2056,9 +2042,7 @@ def test_int8_is_the_plain_formula_bit_for_bit(numel: int, size: float) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(block_values())
-def test_int8_bytes_are_the_plain_formula_and_errors_within_half_a_scale(
-    values: list[float],
-) -> None:
+def test_int8_bytes_are_the_plain_formula_and_errors_within_half_a_scale(values):
     source = torch.tensor(values)
     scale, integers = plain_int8(source)
     wire = quant_encoded(INT8, source, source.numel())
@@ -2373,9 +2357,7 @@ DATA_WRONG_ROWS = [b'{"text": ', b"[" * 10**5, b'["text"]', b'{"content": "x"}',
 DATA_WRONG_ROWS += [b'{"text": "\xff"}', b'{"text": "\\ud800"}', b" " * (2**20 + 9)]
 
 
-def test_a_wrong_row_and_a_damaged_file_are_one_line_that_names_file_and_line(
-    tmp_path, monkeypatch
-):
+def test_a_damaged_row_or_file_is_one_line_that_names_file_and_line(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MAX_LINE", 2**20)
     file = data_c4(tmp_path, 9) / "c4-train.00000-of-00001.json.gz"
     whole = file.read_bytes()
@@ -3530,16 +3512,14 @@ def test_a_finished_run_goes_on_for_more_steps_and_its_log_replays(train_place, 
     assert "does not begin as the run did" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_weights_and_biases_gets_the_logs_of_a_run_and_of_its_resume_under_one_id(
-    train_place, monkeypatch
-):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_weights_and_biases_gets_the_rows_of_a_run_and_its_resume(train_place, monkeypatch):
+    began, steps = set(), set[int]()
+    project = SimpleNamespace(log=lambda row, step: steps.add(step), finish=lambda: None)
+    service = SimpleNamespace(init=lambda id, **about: began.add(id) or project)
+    monkeypatch.setitem(sys.modules, "wandb", service)
     assert train_run(f"{TRAIN_LINE} --steps 40 --name run --wandb project") == 0
     assert train_run("--resume --name run --steps 60 --wandb project") == 0
-    kept = [path.name.split("-", 3)[-1] for path in Path("wandb").glob("offline-run-*")]
-    assert len(kept) == 2 and len(set(kept)) == 1
+    assert len(began) == 1 and steps == {*range(1, 61)}
 
 
 def test_a_resume_needs_nothing_outside_the_run_folder_but_its_data(train_place):

@@ -125,11 +125,6 @@ def loco_runs(steps: Iterable[int]) -> str:
     return " ".join(f"{n}x{value}" if n > 1 else str(value) for n, value in groups)
 
 
-def loco_phases(rows: Sequence[LocoRow]) -> str:
-    """The phases of the intervals by their first letters."""
-    return "".join(row.plan.phase[0] for row in rows)
-
-
 def loco_rate(rules: autoloco.Rules, step: int) -> float:
     """The inner learning rate, written down once more."""
     if step >= rules.steps:
@@ -172,14 +167,6 @@ def test_exposure_is_the_plain_sum_and_nothing_comes_after_the_end(steps, warmup
 # ---------------------------------------------------------------- token mapper (A.3)
 
 
-def loco_mapper(*intervals: tuple[int, int, int], rules: autoloco.Rules = C4) -> autoloco.Mapper:
-    """A mapper that has taken in intervals of (horizon, steps, tokens)."""
-    mapper = autoloco.Mapper()
-    for horizon, steps, tokens in intervals:
-        mapper = autoloco.update_mapper(rules, mapper, horizon, steps, tokens)
-    return mapper
-
-
 LOCO_BASE, LOCO_LONG = (500, 500, 50_000), (550, 550, 110_000)
 
 
@@ -196,7 +183,9 @@ LOCO_BASE, LOCO_LONG = (500, 500, 50_000), (550, 550, 110_000)
 def test_three_recipe_intervals_calibrate_and_a_new_density_weighs_a_tenth(
     intervals, base_tokens, density
 ):
-    mapper = loco_mapper(*intervals)
+    mapper = autoloco.Mapper()
+    for interval in intervals:
+        mapper = autoloco.update_mapper(C4, mapper, *interval)
     assert mapper.base_tokens == base_tokens
     assert mapper.tokens_per_step == pytest.approx(density, rel=1e-12)
     if base_tokens is None:
@@ -412,7 +401,7 @@ def test_the_controller_takes_the_path_worked_by_hand(rules, trace, horizons, ph
     count = sum(int(run.split("x")[0]) if "x" in run else 1 for run in horizons.split())
     rows = loco_drive(rules, trace, stop=count)
     assert loco_runs(row.plan.horizon for row in rows) == horizons
-    assert loco_phases(rows).endswith(phases)
+    assert "".join(row.plan.phase[0] for row in rows).endswith(phases)
     for row in rows:
         judged = row.plan.phase in ("monitor", "candidate")
         verdict = loco_trace(trace).get(row.plan.interval, "supports") if judged else None
@@ -809,8 +798,8 @@ LOCO_EDITS: list[tuple[str, Any]] = [
     *((name, lambda value: value + 50) for name in ("tokens", "step", "interval", "accepted")),
     *((name, lambda value: value + 50) for name in ("next_horizon", "steps", "horizon")),
     *((name, None) for name in ("residual_drift", "phase", "verdict", "tokens")),
-    *(("drift", value) for value in (..., 10**400, 1e308, "x", [])),
-    *(("tokens", value) for value in (..., 10**400, math.inf, 0)),
+    ("drift", ...), ("drift", 10**400), ("drift", 1e308), ("drift", "x"), ("drift", []),
+    ("tokens", ...), ("tokens", 10**400), ("tokens", math.inf), ("tokens", 0),
     ("tokens_per_step", 0.1), ("reason", "supports: try 600"), ("finite", False),
 ]  # fmt: skip
 
@@ -1220,7 +1209,7 @@ def run_interval(workers: diloco.Workers, plan: autoloco.Plan) -> diloco.Measure
 
 def plain_step(network: nn.Module, inner: torch.optim.Optimizer, batch: data.Batch) -> None:
     inner.zero_grad()
-    count = int((batch.targets != model.IGNORE).sum())
+    count = int((batch.targets != IGNORE).sum())
     (network(batch.inputs, batch.targets) / count).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     inner.step()
@@ -1361,7 +1350,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch():
     inputs = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(0))
     targets = inputs.roll(-1, 1)
     for row, length in enumerate((16, 3, 9, 1)):
-        targets[row, length:] = model.IGNORE
+        targets[row, length:] = IGNORE
     found = []
     for micro in (0, 1, 3):
         workers = workers_of(1, micro_batch=micro)
@@ -1616,7 +1605,7 @@ def test_four_ranks_send_what_the_shapes_give(per_rank):
 
     for codec, *counts in zip(CODECS.values(), *on_ranks(4, sent), strict=True):
         # Each other rank's part of every hosted worker's delta, then the own part of the mean.
-        assert sum(counts) == 3 * (per_rank + 1) * quant.payload_bytes(codec, [40_000, 9])
+        assert sum(counts) == 3 * (per_rank + 1) * payload_bytes(codec, [40_000, 9])
 
 
 # ---------------------------------------------------------------- ranks
@@ -1724,8 +1713,12 @@ def test_a_lost_or_hung_rank_ends_the_others_within_the_timeout(at_shards, numbe
 def ddp_beside_a_store_that_hangs() -> tuple[int, int]:
     """How often 40 steps look for a signal, and the checksum."""
     looks, watch = list[Any](), diloco.Ranks.watch
-    hangs = SimpleNamespace(check=lambda keys: [looks.append(keys), time.sleep(60)])
-    diloco.Ranks.watch = lambda ranks, _: watch(ranks, hangs)
+
+    def check(keys: Any) -> None:
+        looks.append(keys)
+        time.sleep(60)
+
+    diloco.Ranks.watch = lambda ranks, _: watch(ranks, SimpleNamespace(check=check))
     ranks, _ = diloco.connect(2)
     time.sleep(1.2)
     network = narrow()
@@ -2461,13 +2454,6 @@ def test_text_round_trips_its_bytes_add_up_and_specials_frame_a_document(tmp_pat
     assert re.fullmatch(r"train\d 0", tokenizer.decode(first[1:-1]))
 
 
-def test_the_byte_tokenizers_short_cut_equals_tiktoken():
-    tokenizer = data.open_tokenizer("bytes")
-    for text in data_samples():
-        assert tokenizer.encode(text).tolist() == tokenizer.encoding.encode_ordinary(text)
-    assert (*tokenizer.header, tokenizer.turn_end, tokenizer.vocab_size) == (258, 259, 260, 261)
-
-
 def test_gpt2s_pattern_and_llamas_special_ids_are_the_published_ones(tmp_path):
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -2945,7 +2931,7 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(
 ):
     network = model_make(MODEL_KINDS[kind]).to(dtype)
     inputs, targets = model_batch(2, 11)
-    targets[torch.rand(2, 11, generator=torch.Generator().manual_seed(4)) < ignored] = model.IGNORE
+    targets[torch.rand(2, 11, generator=torch.Generator().manual_seed(4)) < ignored] = IGNORE
     expected, wanted = model_gradients(network, inputs, targets)
     scores = network.logits(inputs).flatten(0, 1)
     plain = F.cross_entropy(scores, targets.flatten(), reduction="sum")
@@ -3009,7 +2995,7 @@ def test_neither_padding_nor_the_rest_of_a_batch_changes_a_sequence(monkeypatch,
 
     def padded(width: int, rows: slice = slice(None)):
         inputs = model_tokens(MODEL_SMALL, 3, width, seed=9)
-        targets = torch.full((3, width), model.IGNORE)
+        targets = torch.full((3, width), IGNORE)
         for row, length in enumerate(lengths):  # what stands in the padding must not matter
             inputs[row, :length] = model_tokens(MODEL_SMALL, length, seed=row)
             targets[row, :length] = model_tokens(MODEL_SMALL, length, seed=10 + row)
@@ -3158,7 +3144,6 @@ def test_bf16_weights_come_back_as_bf16_and_as_fp32_without_leftovers_of_old_exp
 # Runs as users start them
 # ------------------------------------------------------------------------------------------------
 
-TRAIN_HOME = Path(train.__file__).parent
 # 17,000 parameters; intervals of about 10 steps, the 8th is a candidate, the last one a remainder.
 TRAIN_MINI = model.ModelConfig(264, 32, 1, 2, 2, 64, tied=True)
 TRAIN_TINY = model.SIZES["tiny"]
@@ -3250,7 +3235,7 @@ class TrainCommand:
         """Two ranks with the small model; the hook is the name of a function of this file."""
         name = Path(__file__).stem
         Path("rank.py").write_text(
-            f"import sys; sys.path.insert(0, {str(TRAIN_HOME)!r})\n"
+            f"import sys; sys.path.insert(0, {str(README_HOME)!r})\n"
             f"import model, {name} as tests\nmodel.SIZES['tiny'] = tests.TRAIN_MINI\n"
             f"if __name__ == '__main__':\n    tests.{hook}()\n"
             f"    tests.train.leave(tests.train.main({line.split()!r}))\n"
@@ -3362,7 +3347,7 @@ def test_logged_loss_is_the_token_weighted_mean_over_workers(train_place):
     with torch.no_grad():
         total = sum(float(network(b.inputs, b.targets)) for b in batches)
     # Sabotage: the loss is not weighted by tokens, or is the first worker's.
-    count = sum(int((b.targets != model.IGNORE).sum()) for b in batches)
+    count = sum(int((b.targets != IGNORE).sum()) for b in batches)
     row, _ = train_rows("run", "metrics")
     assert row["loss"] == pytest.approx(total / count, rel=1e-6)
     assert row["tokens"] == sum(b.tokens for b in batches)

@@ -4103,7 +4103,7 @@ def test_the_built_in_corpus_has_short_documents_that_the_mapper_sees(train_plac
         ("--data nowhere/at/all", "nowhere/at/all"),
         ("--adapt", "unrecognized arguments: --adapt"),
         ("--seq-len 9999", "--seq-len 9999: the model has 1024 positions"),
-        ("--ranks-per-worker 2", "--ranks-per-worker 2: 4 workers cannot be spread over 1 ranks"),
+        ("--ranks-per-worker 2", "--ranks-per-worker 2: 4 workers cannot share 1 ranks"),
         ("--name file --overwrite", "runs/file: "),
         ("--name run", "runs/run exists: give --resume, --overwrite or --name"),
         ("--name run --overwrite --init-from runs/run", "--init-from runs/run: is the run itself"),
@@ -4292,7 +4292,7 @@ def test_a_resume_on_other_documents_is_refused(train_place, capsys):
         file.write(json.dumps({"text": "more"}) + "\n")
     answer = train_refused(capsys, TRAIN_AGAIN)
     assert "--data shards: " in answer and "runs/run/env.json" in answer
-    assert "without that entry the change is accepted" in answer
+    assert "without it this is accepted" in answer
     facts = train.read_json(Path("runs/run/env.json"))
     train.write_json(Path("runs/run/env.json"), facts | {"data": {}})
     assert train_run(TRAIN_AGAIN) == 0
@@ -4604,7 +4604,7 @@ def test_whoever_does_not_own_a_folder_touches_nothing_in_it(train_place, capsys
         while not Path("go").exists():
             time.sleep(0.02)
 
-    first = Launch(1, train_rank, TRAIN_NAMED, lambda: train_before(data, "open_source", wait))
+    first = Launch(1, train_rank, TRAIN_NAMED, lambda: train_before(train, "train", wait))
     while not Path("opening").exists():
         time.sleep(0.02)
     before = train_tree("runs")

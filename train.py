@@ -91,7 +91,7 @@ def train(run: Run, workers: diloco.Workers, source: data.Source) -> bool:
         score = every and plan.interval % every == 0 and not last
         found = validate(workers.model, source, ranks, run.config.dtype) if score else {}
         run.log(plan, measured, row | {"checksum": bits}, found)
-        if last or (plan.interval % run.config.checkpoint_every == 0 and not run.bad):
+        if last or (plan.interval % run.config.checkpoint_every == 0 and not measured.excluded):
             save_checkpoint(run, workers)
     return True
 
@@ -381,7 +381,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
                      and the rest, and reduces the gradient of one and the rest in fp32
         activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
                      tokens (layers 4 C + one layer's + 16 C)
-        loss         logits as c bytes, twice as fp32; 4 V C for the gradient of a chunked head
+        loss         a chunk's logits as c bytes, twice as fp32; 4 V C for the head's gradient
 
     n parameters of a rank (S-th part), b and r of a block and outside of blocks, e encoded bytes of
     n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU. ddp
@@ -406,15 +406,13 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     C, keys = size.width, size.kv_heads * size.head_dim
     layer = 16 * C + c * (5 * C + 3 * keys + 4 * size.ffn_width)
     kept = size.layers * 4 * C + layer if config.activation_checkpointing else size.layers * layer
-    logits, head = tokens * size.vocab_size * c, 0
-    if size.vocab_size > model.LARGE_VOCABULARY:
-        logits, head = min(logits, model.CHUNK_BYTES["cuda"]), 4 * size.vocab_size * C
+    logits = min(tokens * size.vocab_size * c, model.CHUNK_BYTES["cuda"])
     return {
         "states": 4 * n * buffers,
         "wire": encoded * max(1, 2 * hosted * (groups - 1) / groups) if groups > 1 else 0,
         "copies": copies,
         "activations": tokens * (kept + 16 * C),
-        "loss": logits * (1 + 8 / c) + head,
+        "loss": logits * (1 + 8 / c) + 4 * size.vocab_size * C,
     }
 
 
@@ -434,7 +432,7 @@ def dry_run(config: Config) -> dict[str, Any]:
     methods: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
         own: dict[str, Any] = dict.fromkeys(("min_horizon", "max_horizon", "granularity"))
-        own |= {"method": name, "horizons": "", "verdicts": "", **method.defaults}
+        own |= {"method": name, "horizons": "", **method.defaults}
         other = config if name == config.method else replace(config, **own)
         walked = autoloco.simulate(other.rules, other.replaced_verdicts)
         row = totals(other, [plan.steps for plan, _ in walked])
@@ -501,12 +499,6 @@ class Run:
         self.bar: Any = tqdm(disable=True)
         self.wandb: Any = None
 
-    @property
-    def bad(self) -> int:
-        """Intervals in a row, up to now, with a non-finite worker."""
-        good = (at for at, row in enumerate(reversed(self.rows)) if not row["excluded"])
-        return next(good, len(self.rows))
-
     @contextmanager
     def counting(self, name: str) -> Iterator[None]:
         """Count the seconds of a part of the interval, and the bytes that it sends."""
@@ -530,6 +522,7 @@ class Run:
         token-weighted mean over all workers. Failure after too many bad intervals.
         """
         sums = {name: values.sum(0) for name, values in measured.records.items()}
+        self.loss = f"{float(sums['loss'].sum() / sums['targets'].sum()):.3f}"
         columns = {
             "step": range(plan.step + 1, plan.step + plan.steps + 1),
             "loss": (sums["loss"] / sums["targets"]).tolist(),  # without targets null, not 0
@@ -545,14 +538,14 @@ class Run:
         row |= {"payload_bytes": self.payload * times, "excluded": list(measured.excluded)}
         self.rows.append(row | self.spent)
         self.spent.clear()
-        self.loss = f"{last_mean(columns['loss'], plan.steps):.3f}"
         self.append("metrics", steps)
         self.append("intervals", self.rows[-1:])
         if found and not self.bar.disable:
             self.bar.write(f"step {row['step']}: validation loss {found['val_loss']:.4f}")
-        if self.bad >= self.config.max_bad_intervals:
+        most = self.config.max_bad_intervals
+        if sum(bool(row["excluded"]) for row in self.rows[-most:]) == most:
             raise diloco.Failure(
-                f"--max-bad-intervals: {self.bad} in a row with a non-finite worker, the last with "
+                f"--max-bad-intervals: {most} in a row with a non-finite worker, the last with "
                 f"{row['excluded']}: the run diverges, try a lower --lr than {self.config.lr}"
             )
 
@@ -563,12 +556,6 @@ class Run:
                 file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
         for row in rows if self.wandb else ():
             self.wandb.log(row, step=row["step"])
-
-
-def last_mean(losses: Sequence[float], count: int) -> float:
-    """Mean of the last `count` losses that are finite; NaN where none is."""
-    known = [loss for loss in losses[-count:] if math.isfinite(loss)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -659,18 +646,15 @@ def launch_name() -> str:
 @contextmanager
 def owned(config: Config) -> Iterator[bool]:
     """Own the run folder until the end; yields whether an earlier run is continued. Whoever comes
-    second touches nothing. What ends before its first log leaves nothing.
+    second touches nothing. What ends before its first file leaves nothing.
     """
     folder, resumes, overwrites = config.folder, config.resume, config.overwrite
     # torchrun repeats the command line: a restart continues the run of this launch, and no other.
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and launch_name():
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         with suppress(ValueError, KeyError, TypeError):
             if read_json(folder / "config.json")["launch"] == launch_name():
                 resumes = bool(checkpoints(folder))
                 overwrites = not resumes
-
-    def begun() -> bool:
-        return not {path.name for path in folder.iterdir()} <= {"config.json", "env.json"}
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -684,14 +668,15 @@ def owned(config: Config) -> Iterator[bool]:
     except OSError:
         pass  # not every file system has locks
     try:
-        if begun() and not resumes:
-            if not overwrites:
-                raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
+        begun = {path.name for path in folder.iterdir()} - {"config.json", "env.json"}
+        if begun and not resumes and not overwrites:
+            raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
+        if not resumes:
             check_only_a_run(folder)
         yield resumes
     finally:
-        if not begun():
-            shutil.rmtree(folder)
+        with suppress(OSError):
+            folder.rmdir()  # if nothing is in it
         os.close(descriptor)
 
 
@@ -963,8 +948,7 @@ def execute(config: Config) -> int:
     S, K = config.ranks_per_worker, config.workers
     groups, rest = divmod(world, S)
     if rest or K % groups or (S > 1 and K != groups):  # several workers a rank, or several ranks
-        words = f"{K} workers cannot be spread over {world} ranks"
-        raise ValueError(f"--ranks-per-worker {S}: {words}")
+        raise ValueError(f"--ranks-per-worker {S}: {K} workers cannot share {world} ranks")
     if config.init_from and Path(config.init_from).resolve() == config.folder.resolve():
         raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
 
@@ -977,10 +961,8 @@ def execute(config: Config) -> int:
         source = data.open_source(config, facts.get("revision", ""))
         for name, value in source.facts.items():
             if facts.get(name, value) != value:
-                raise ValueError(
-                    f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from "
-                    f"the start, has {facts[name]} (without that entry the change is accepted)"
-                )
+                words = f"{name} is {value}; {config.folder / 'env.json'} has {facts[name]}"
+                raise ValueError(f"--data {config.data}: {words} (without it this is accepted)")
         same = {flag(n): v for n, v in asdict(config).items() if n not in RESUME_MAY_CHANGE}
         first = source.batch(0, 0)  # damaged data is found before an earlier run is deleted
         same |= {"program": program_sha256()[:16], "--data, its facts": source.facts}
@@ -1008,7 +990,7 @@ def execute(config: Config) -> int:
             if resumes:
                 print(f"resuming at step {at}")
             every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; in a file a line now and then
-            bar = tqdm(None, "", config.steps, initial=at, unit="step", mininterval=every)
+            bar = tqdm(total=config.steps, initial=at, unit="step", mininterval=every)
             run.bar = held.enter_context(bar)
         if not train(run, workers, source):
             if rank == 0:
@@ -1068,11 +1050,12 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def finish(run: Run, measured: Scores) -> None:
     """Write summary.json, totals of the logs and final losses, and print the final table."""
     config, metrics = run.config, read_rows(run.folder / "metrics.jsonl")
-    losses = [math.nan if row["loss"] is None else row["loss"] for row in metrics]
+    last = metrics[-max(1, len(metrics) // 50) :]  # 2 % of steps
+    losses = [row["loss"] for row in last if row["loss"] is not None]
     seconds = sum(row["local_seconds"] + row["sync_seconds"] for row in run.rows)
     summary = totals(config, [row["steps"] for row in run.rows]) | {
         "sent_bytes": sum(row["sent_bytes"] for row in run.rows),  # by rank 0
-        "train_loss": last_mean(losses, max(1, len(losses) // 50)),  # of the last 2 % of steps
+        "train_loss": sum(losses) / len(losses) if losses else math.nan,
         "val_loss": measured["val_loss"],
         "bits_per_byte": measured["bits_per_byte"],
         "seconds": round(seconds, 1),
@@ -1100,12 +1083,9 @@ class Parser(argparse.ArgumentParser):
 
 def flags_parser() -> Parser:
     """Flags from the fields of Config."""
-    parser = Parser(
-        prog="train.py",
-        description="Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    words = "Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP."
+    exact: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = Parser("train.py", description=words, **exact)
     group: Any = parser
     types = {"int": int, "float": float, "str": str}
     for one in fields(Config):

@@ -4464,7 +4464,8 @@ def test_what_the_harness_cannot_do_is_one_line(eval_runs, eval_harness, capsys,
 def eval_recorded(losses=(4.0,) * 100, seed=0, **changes):
     """A run that no program wrote."""
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    config = train.Config(**{"method": "diloco", "seed": seed, "steps": len(losses)} | changes)
+    given = train.RECIPES["tiny"] | {"method": "diloco", "seed": seed, "steps": len(losses)}
+    config = train.Config(**given | changes)
     verdicts = (None, "supports", "supports", "nonfinite", "moderate")
     log = [
         {"interval": at, "step": at * 20, "steps": 20, "horizon": 30 if at == 2 else 20}

@@ -31,10 +31,10 @@ import math
 import operator
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the accepted interval's
 BOUND_RETIRES = 0.90  # A.2: a rejected bound's previewed exposure over its recorded one
@@ -181,7 +181,8 @@ def update_mapper(rules: Rules, mapper: Mapper, horizon: int, steps: int, tokens
     >>> mapper.base_tokens, round(mapper.tokens_per_step, 6)
     (51000.0, 100.56)
     """
-    assert steps >= 1 and tokens >= 1, "an interval has steps and tokens"
+    if steps < 1 or tokens < 1:
+        raise ValueError(f"{steps} steps with {tokens} tokens are no interval")
     density = tokens / steps
     old = mapper.tokens_per_step
     tau = density if old is None else TOKEN_RETENTION * old + (1.0 - TOKEN_RETENTION) * density
@@ -311,18 +312,18 @@ class Decision:
 Preview = Callable[[int], tuple[int, float]]  # horizon -> (steps, exposure) of the next interval
 
 
-def level(observation: Observation) -> Pair:
+def level(seen: Observation) -> Pair:
     """An interval's statistics in log units, freed of how much local work it did; higher is worse.
 
         (ln D_t - 2 ln Lambda_t,  -ln C_t)                                              A7, A8
 
     Displacement grows with the exposure (C.2), energy with its square.
     """
-    work = math.log(observation.exposure)
-    return math.log(observation.drift) - 2.0 * work, -math.log(observation.coherence)
+    work = math.log(seen.exposure)
+    return math.log(seen.drift) - 2.0 * work, -math.log(seen.coherence)
 
 
-def residuals(reference: tuple[Pair, ...], observation: Observation) -> Pair:
+def residuals(reference: tuple[Pair, ...], seen: Observation) -> Pair:
     """Deviation from the accepted reference in log units; positive is worse.
 
         r_D = ln(D_t / D_ref) - 2 ln(Lambda_t / Lambda_ref)                             A.1, A7
@@ -332,24 +333,23 @@ def residuals(reference: tuple[Pair, ...], observation: Observation) -> Pair:
     paper lets Lambda_ref follow the latest accepted interval; D_ref then moves by the same factor
     squared (A8), and the two moves cancel in r_D: neither is kept.
     """
-    drift, coherence = level(observation)
+    drift, coherence = level(seen)
     usual_drift, usual_coherence = map(statistics.fmean, zip(*reference, strict=True))
     return drift - usual_drift, coherence - usual_coherence
 
 
-def centre_and_scale(history: Iterable[float]) -> Pair:
+def centre_and_scale(history: Sequence[float]) -> Pair:
     """Robust centre and sigma of one family's earlier residuals, at least one.
 
     centre = median(history);  scale = max(0.10, 1.4826 median |r - centre|)        A.1, A10
     """
-    history = tuple(history)
     # statistics.median averages the two middle values; torch.median would take the lower one.
     centre = statistics.median(history)
     spread = statistics.median(abs(value - centre) for value in history)
     return centre, max(SCALE_FLOOR, MAD_TO_SIGMA * spread)
 
 
-def robust_z(residual: float, history: Iterable[float]) -> float:
+def robust_z(residual: float, history: Sequence[float]) -> float:
     """Distance of a residual from the history's centre in robust sigmas; positive is worse (A.1).
 
     >>> round(robust_z(0.5, (0.0, 0.1, 0.2, 0.4)), 5)
@@ -402,19 +402,18 @@ def candidates(
     """
     cap = EXPOSURE_CAP * (1.0 + 1e-9) * observed  # in floats 1.15 * 100 < 115
     fewest, found = preview(state.accepted)[0], []
-    for horizon in rules.ladder:
-        if horizon > state.accepted:
-            steps, previewed = preview(horizon)
-            why = ""
-            if state.bound and horizon >= state.bound[0]:
-                why = f"not below the rejected {state.bound[0]}"
-            elif steps <= fewest:
-                why = "no more steps than the accepted horizon"
-            elif steps > left:
-                why = f"only {left} steps are left"
-            elif previewed > cap:
-                why = "exposure above the cap"
-            found.append((horizon, steps, previewed, why))
+    for horizon in range(state.accepted, rules.ladder.stop, rules.ladder.step)[1:]:
+        steps, previewed = preview(horizon)
+        why = ""
+        if state.bound and horizon >= state.bound[0]:
+            why = f"not below the rejected {state.bound[0]}"
+        elif steps <= fewest:
+            why = "no more steps than the accepted horizon"
+        elif steps > left:
+            why = f"only {left} steps are left"
+        elif previewed > cap:
+            why = "exposure above the cap"
+        found.append((horizon, steps, previewed, why))
     return found
 
 
@@ -471,7 +470,7 @@ def decide(
     rules: Rules,
     state: Controller,
     planned: Plan,
-    observation: Observation,
+    seen: Observation,
     preview: Preview,
     left: int,
     verdict: str | None = None,
@@ -482,10 +481,10 @@ def decide(
     nothing is decided. `verdict` replaces the judgement, for "what if" questions.
     """
     assert verdict is None or verdict in VERDICTS, f"unknown verdict {verdict}"
-    phase, finite = planned.phase, observation.finite and verdict != "nonfinite"
+    phase, finite = planned.phase, seen.finite and verdict != "nonfinite"
     pair, z = None, None
     if finite and phase not in ("warmup", "reference"):
-        pair = residuals(state.reference, observation)
+        pair = residuals(state.reference, seen)
     if phase not in ("monitor", "candidate") or left == 0:
         verdict = None
     elif pair is None:
@@ -499,54 +498,43 @@ def decide(
         words = "the run ends here, nothing to decide"
     elif phase == "warmup":  # nothing is judged, and what is not finite is ignored
         words = "the inner rate warms up"
-    elif phase == "reference":
-        state, words = _after_reference(rules, state, level(observation) if finite else None)
+    elif phase == "reference" and finite:
+        levels = (*state.reference, level(seen))
+        state = replace(state, reference=levels, queue=state.queue[1:], nonfinite=False)
+        words = f"reference, {state.queue.count('reference')} more to come"
+    elif phase == "reference" and state.first:
+        words = "reference: non-finite, does not count"
     elif phase == "variability" and pair:
         state = replace(_normal(state, pair), queue=state.queue[1:])
         words = f"variability, {len(state.queue)} more to come"
     elif phase == "candidate":
-        state, words = _after_candidate(state, observation, verdict)
-    elif not pair or verdict in ("nonfinite", "severe"):
+        state, words = _after_candidate(state, seen, verdict)
+    elif not pair or verdict == "severe" or (verdict == "moderate" and state.moderate):
+        # A12: two moderate ones in a row. A later reference that is not finite reduces too (A.2).
         state, words = _reduce(rules, state, verdict or "nonfinite")
-    elif verdict == "moderate" and state.moderate:  # A12: two in a row
-        state, words = _reduce(rules, state, verdict)
     elif verdict == "moderate":
         state, words = replace(state, moderate=True), f"first moderate, hold {state.accepted}"
     else:
         state = _normal(state, pair)
-        state, words = propose(rules, state, observation.exposure, preview, left)
+        state, words = propose(rules, state, seen.exposure, preview, left)
         words = f"{verdict}: {words}"
     following = state.horizon if left else None
     drift, coherence = pair or (None, None)
     return state, Decision(verdict, following, words, drift, coherence, z)
 
 
-def _after_reference(rules: Rules, state: Controller, now: Pair | None) -> tuple[Controller, str]:
-    """Take one interval into the reference (A.1). The run's first reference waits for finite ones;
-    a later one reduces (A.2).
-    """
-    if now is None and state.first:
-        return state, "reference: non-finite, does not count"
-    if now is None:
-        return _reduce(rules, state, "nonfinite")
-    state = replace(state, reference=(*state.reference, now), queue=state.queue[1:])
-    more = state.queue.count("reference")
-    return replace(state, nonfinite=False), f"reference, {more} more to come"
-
-
 def _after_candidate(
-    state: Controller, observation: Observation, verdict: str | None
+    state: Controller, seen: Observation, verdict: str | None
 ) -> tuple[Controller, str]:
     """Test a longer horizon against the accepted reference: adopt, confirm, or reject (A.2)."""
     if verdict == "supports" or (verdict == "consistent" and state.confirming):
         words = f"{verdict}: adopt {state.horizon}" + ", confirmed" * state.confirming
         adopted = _estimate_anew(state, state.horizon)
         # The adopting interval itself is the new reference: only so is the remainder 250.
-        now = (level(observation),)
-        return replace(adopted, reference=now, queue=adopted.queue[1:]), words
+        return replace(adopted, reference=(level(seen),), queue=adopted.queue[1:]), words
     if verdict == "consistent":
         return replace(state, confirming=True), f"consistent: one more interval at {state.horizon}"
-    rejected = replace(state, bound=(state.horizon, observation.exposure))
+    rejected = replace(state, bound=(state.horizon, seen.exposure))
     words = f"{verdict}: reject {state.horizon}, return to {state.accepted}"
     return _estimate_anew(rejected, state.accepted, verdict == "nonfinite"), words
 
@@ -608,18 +596,16 @@ def plan(rules: Rules, state: State) -> Plan:
 
     At rho_t = 1 the correction is DiLoCo's: divisor 1, mu_0, kappa 1 (D.2).
     """
-    left = rules.steps - state.step
-    assert left > 0, "the run is over"
+    if state.step >= rules.steps:
+        raise ValueError(f"the run was over at step {rules.steps}")
     horizon, accepted = state.controller.horizon, state.controller.accepted
-    steps = min(map_horizon(rules, state.mapper, horizon), left)
+    steps = min(map_horizon(rules, state.mapper, horizon), rules.steps - state.step)
     if rules.sequence is not None:
         steps = horizon = accepted = rules.sequence[state.interval]
-    base_steps = map_horizon(rules, state.mapper, rules.base_horizon)
-    base = exposure(rules, state.step, base_steps)
+    base = exposure(rules, state.step, map_horizon(rules, state.mapper, rules.base_horizon))
     ratio = interval_ratio(exposure(rules, state.step, steps), base)
-    mu_0 = mu = rules.outer_momentum
-    if rules.adjust_momentum:
-        mu = momentum_retention(mu_0, ratio)
+    mu_0 = rules.outer_momentum
+    mu = momentum_retention(mu_0, ratio) if rules.adjust_momentum else mu_0
     scale = step_scale(mu, mu_0, ratio, rules.max_step_scale) if rules.scale_step else 1.0
     return Plan(
         interval=state.interval + 1,
@@ -655,26 +641,24 @@ def observe(rules: Rules, planned: Plan, measured: Mapping[str, float], tokens: 
 
 
 def complete(
-    rules: Rules, state: State, planned: Plan, observation: Observation, verdict: str | None = None
+    rules: Rules, state: State, planned: Plan, seen: Observation, verdict: str | None = None
 ) -> tuple[State, Decision]:
     """Take in the completed interval: mapper first, then the controller chooses the next horizon
     (A.3, B.5). `verdict` replaces the controller's judgement, for "what if" questions.
     """
     step = planned.step + planned.steps
-    mapper = update_mapper(rules, state.mapper, planned.horizon, planned.steps, observation.tokens)
+    mapper = update_mapper(rules, state.mapper, planned.horizon, planned.steps, seen.tokens)
     left, controller = rules.steps - step, state.controller
     if rules.sequence is not None:
         following = rules.sequence[planned.interval] if left else None
         decision = Decision(None, following, "fixed schedule")
     else:
         rule, preview = CONTROLLERS[rules.controller], ahead(rules, mapper, step)
-        controller, decision = rule(rules, controller, planned, observation, preview, left, verdict)
+        controller, decision = rule(rules, controller, planned, seen, preview, left, verdict)
     return State(step, planned.interval, mapper, controller), decision
 
 
-def simulate(
-    rules: Rules, verdicts: Mapping[int, str] | None = None
-) -> Iterator[tuple[Plan, Decision]]:
+def simulate(rules: Rules, verdicts: Mapping[int, str] = {}) -> Iterator[tuple[Plan, Decision]]:
     """A run in which every interval shows normal statistics: the schedule that a dry run prints.
 
     Drift goes with the square of the exposure, coherence and token density stay constant, so every
@@ -685,9 +669,8 @@ def simulate(
     while state.step < rules.steps:
         planned = plan(rules, state)
         work = exposure(rules, planned.step, planned.steps)
-        observation = Observation(work * work, 0.5, work, planned.steps)
-        verdict = (verdicts or {}).get(planned.interval)
-        state, decision = complete(rules, state, planned, observation, verdict)
+        seen = Observation(work * work, 0.5, work, planned.steps)
+        state, decision = complete(rules, state, planned, seen, verdicts.get(planned.interval))
         yield planned, decision
 
 
@@ -701,17 +684,15 @@ def header(rules: Rules, **about: Any) -> dict[str, Any]:
     return about | {"rules": asdict(rules), "constants": CONSTANTS}
 
 
-def record(
-    planned: Plan, observation: Observation, mapper: Mapper, decision: Decision
-) -> dict[str, Any]:
+def record(planned: Plan, seen: Observation, mapper: Mapper, decision: Decision) -> dict[str, Any]:
     """One interval as a log line holds it: planned, measured, decided. A measurement that is not
     finite is null, with `finite` false.
     """
     measured = {
-        name: value if math.isfinite(value) else None for name, value in asdict(observation).items()
+        name: value if math.isfinite(value) else None for name, value in asdict(seen).items()
     }
     ended = {"step": planned.step + planned.steps}  # completed steps
-    more = {"tokens_per_step": mapper.tokens_per_step, "finite": observation.finite}
+    more = {"tokens_per_step": mapper.tokens_per_step, "finite": seen.finite}
     return asdict(planned) | ended | asdict(decision) | measured | more
 
 
@@ -724,10 +705,8 @@ def rules_from_header(values: Mapping[str, Any]) -> Rules:
         raise ValueError("no header with the run's rules")
     if unknown := set(written) - {field.name for field in fields(Rules)}:
         raise ValueError(f"rules has an unknown {min(unknown)}")
-    if "MAX_STEP_SCALE" in constants and written.get("scale_step"):
-        raise ValueError("written when kappa (B.4) did not yet hold rho; train again to compare")
     for name, value in constants.items():
-        if name in CONSTANTS and CONSTANTS[name] != value:
+        if CONSTANTS.get(name, value) != value:
             raise ValueError(f"written with {name} {value}; it is {CONSTANTS[name]} now")
     sequence = written.get("sequence")
     try:
@@ -746,48 +725,38 @@ def _same(logged: Any, expected: Any) -> bool:
     return bool(logged == expected)
 
 
-@dataclass(frozen=True)
-class Replayed:
+class Replayed(NamedTuple):
     """One interval of a log, taken again."""
 
     rules: Rules
     before: State
     planned: Plan
-    observation: Observation
+    seen: Observation
     after: State
     decision: Decision
 
 
 def _take_again(rules: Rules, state: State, logged: Mapping[str, Any]) -> Replayed:
-    """One interval from its logged measurements; ValueError says how the row differs."""
-    if state.step >= rules.steps:
-        raise ValueError(f"the run was over at step {rules.steps}")
+    """One interval from what it measured; ValueError says how the row differs."""
+    planned = plan(rules, state)
     try:
-        drift, coherence, work, tokens = (
-            math.nan if logged[one.name] is None else float(logged[one.name])
-            for one in fields(Observation)
-        )
-        observation = Observation(drift, coherence, work, int(tokens))
-        if observation.tokens < 1:
-            raise ValueError("no tokens")
+        measured = {
+            name: math.nan if logged[name] is None else float(logged[name])
+            for name in ("drift", "coherence", "tokens")
+        }
+        seen = observe(rules, planned, measured, int(measured["tokens"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"damaged measurement ({error})") from None
-    planned = plan(rules, state)
-    after, decision = complete(rules, state, planned, observation)
-    expected = record(planned, observation, after.mapper, decision)
-    if expected["exposure"] is not None:
-        expected["exposure"] = exposure(rules, planned.step, planned.steps)
-    for name, value in expected.items():
+    after, decision = complete(rules, state, planned, seen)
+    for name, value in record(planned, seen, after.mapper, decision).items():
         if name in logged and not _same(logged[name], value):  # an older log may lack a column
-            raise ValueError(
-                f"interval {planned.interval}: {name} is {logged.get(name)!r} in the log, "
-                f"the rule gives {value!r}"
-            )
-    return Replayed(rules, state, planned, observation, after, decision)
+            words = f"{name} is {logged[name]!r} in the log, the rule gives {value!r}"
+            raise ValueError(f"interval {planned.interval}: {words}")
+    return Replayed(rules, state, planned, seen, after, decision)
 
 
 def replay(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> Iterator[Replayed]:
-    """Take every decision of a recorded run again, from the logged measurements alone.
+    """Take every decision of a recorded run again, from the logged drift, coherence and tokens.
 
     A row with `rules` replaces them from there on (a run that was extended). ValueError names the
     first line whose plan or decision differs, or that is damaged, and says how.
@@ -807,10 +776,7 @@ def replay(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> Iterator[Replayed
 
 def last_state(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> State:
     """The state after a log: decisions are a function of it, so nothing else need be saved."""
-    state = start(rules)
-    for one in replay(rules, rows):
-        state = one.after
-    return state
+    return [start(rules), *(one.after for one in replay(rules, rows))][-1]
 
 
 def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
@@ -823,82 +789,69 @@ def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
             *lines, torn = file.read().split("\n")  # a complete file ends with a newline
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
-    warning = f"{path}: the torn last line is dropped" if torn else None
-    values = []
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}: line {number} is not a JSON object")
-        values.append(value)
+            rows.append({**json.loads(line)})
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(f"{path}: line {number} is not a JSON object") from None
     try:
-        rules = rules_from_header(values[0] if values else {})
+        rules = rules_from_header(rows[0] if rows else {})
     except ValueError as error:
         raise ValueError(f"{path}: line 1: {error}") from None
-    return rules, values[1:], warning
+    return rules, rows[1:], f"{path}: the torn last line is dropped" if torn else None
 
 
 # ---------------------------------------------------------------- why this horizon
 
 
-def _explain_judgement(one: Replayed) -> list[str]:
-    """Why `decide` judged and proposed as it did; empty where another rule decided."""
-    p, o, d, c = one.planned, one.observation, one.decision, one.before.controller
-    if CONTROLLERS[one.rules.controller] is not decide:
-        return []
-    lines = []
+def _explain_judgement(one: Replayed) -> Iterator[str]:
+    """Why `decide` judged and proposed as it did."""
+    p, o, d, c = one.planned, one.seen, one.decision, one.before.controller
     if d.residual_drift is not None:
-        lines.append(
-            f"residuals     drift {d.residual_drift:+.4f}, coherence {d.residual_coherence:+.4f}: "
-            f"log distance from {len(c.reference)} reference interval(s), positive is worse"
-        )
+        both = f"drift {d.residual_drift:+.4f}, coherence {d.residual_coherence:+.4f}"
+        words = f"log distance from {len(c.reference)} reference interval(s), positive is worse"
+        yield f"residuals     {both}: {words}"
     if d.z is not None:
         pair, families = residuals(c.reference, o), zip(*c.history, strict=True)
         for name, r, family in zip(("drift", "coherence"), pair, families, strict=True):
             centre, scale = centre_and_scale(family)
-            lines.append(
-                f"z, {name:11}({r:+.4f} - centre {centre:+.4f}) / scale {scale:.4f} "
-                f"= {robust_z(r, family):+.2f}, over {len(family)} intervals"
-            )
-        lines.append(
-            f"z             {d.z:+.2f}, the worse of the two: {d.verdict} "
-            f"(up to {SUPPORTS:g} supports, below {MODERATE:g} consistent, "
-            f"below {SEVERE:g} moderate, else severe)"
-        )
+            formula = f"({r:+.4f} - centre {centre:+.4f}) / scale {scale:.4f}"
+            z = robust_z(r, family)
+            yield f"z, {name:11}{formula} = {z:+.2f}, over {len(family)} intervals"
+        bands = f"up to {SUPPORTS:g} supports, below {MODERATE:g} consistent, below {SEVERE:g}"
+        words = f"{d.verdict} ({bands} moderate, else severe)"
+        yield f"z             {d.z:+.2f}, the worse of the two: {words}"
     elif d.verdict:
-        lines.append(f"verdict       {d.verdict}: a statistic is not finite and above 0")
+        yield f"verdict       {d.verdict}: a statistic is not finite and above 0"
     if c.bound:
-        lines.append(f"bound         {c.bound[0]} was rejected at exposure {c.bound[1]:.6g}")
+        yield f"bound         {c.bound[0]} was rejected at exposure {c.bound[1]:.6g}"
     if p.phase == "monitor" and d.verdict in ("supports", "consistent"):
         cap = EXPOSURE_CAP * o.exposure
-        lines.append(f"cap           {EXPOSURE_CAP} x {o.exposure:.6g} = {cap:.6g} of exposure")
+        yield f"cap           {EXPOSURE_CAP} x {o.exposure:.6g} = {cap:.6g} of exposure"
         preview = ahead(one.rules, one.after.mapper, one.after.step)
         still = replace(c, bound=one.after.controller.bound)  # it may have retired just now
         left = one.rules.steps - one.after.step
         for horizon, steps, work, why in candidates(one.rules, still, o.exposure, preview, left):
             why = why or ("chosen" if horizon == d.next_horizon else "admissible")
-            lines.append(f"candidate     {horizon}: {steps} steps, {work:.6g}: {why}")
-    return lines
+            yield f"candidate     {horizon}: {steps} steps, {work:.6g}: {why}"
 
 
 def explain(one: Replayed) -> str:
     """Why the controller chose the next horizon, and what the outer step did, with the numbers."""
-    rules, p, o, d = one.rules, one.planned, one.observation, one.decision
-    scale = f"kappa {p.step_scale:.6g}"
-    if rules.scale_step:
-        free = step_scale(p.momentum, rules.outer_momentum, p.interval_ratio, math.inf)
-        held = "bounded at" if free > rules.max_step_scale else "below its bound of"
-        scale += f" ({free:.6g}, {held} {rules.max_step_scale:g})"
+    rules, p, o, d = one.rules, one.planned, one.seen, one.decision
+    free = step_scale(p.momentum, rules.outer_momentum, p.interval_ratio, math.inf)
+    held = "bounded at" if free > rules.max_step_scale else "below its bound of"
+    why = f" ({free:.6g}, {held} {rules.max_step_scale:g})" if rules.scale_step else ""
+    outer = f"rho {p.interval_ratio:.6g}, mu {p.momentum:.6g}, kappa {p.step_scale:.6g}{why}"
     following = f"next horizon {d.next_horizon}" if d.next_horizon else "no interval follows"
     lines = [
         f"interval {p.interval}: steps {p.step + 1} to {p.step + p.steps}, phase {p.phase}",
         f"horizon       {p.horizon} (accepted {p.accepted}), executed as {p.steps} steps",
         f"measured      drift D {o.drift:.6g}, coherence C {o.coherence:.4f}, "
         f"exposure {o.exposure:.6g}, {o.tokens:,} tokens",
-        *_explain_judgement(one),
-        f"outer step    rho {p.interval_ratio:.6g}, mu {p.momentum:.6g}, {scale}",
+        *(_explain_judgement(one) if CONTROLLERS[rules.controller] is decide else ()),
+        f"outer step    {outer}",
         f"decision      {d.reason}; {following}",
     ]
     return "\n  ".join(lines)
@@ -908,12 +861,9 @@ def main(argv: list[str]) -> int:
     """`replay LOG` or `explain LOG [INTERVAL]`: exit 0, 1 where the log and the rules differ, 2 on
     misuse.
     """
-    wanted = ""
     match argv:
-        case ["replay" | "explain", path]:
-            pass
-        case ["explain", path, wanted]:
-            pass
+        case ["replay" | "explain", path] | ["explain", path, _]:
+            command, wanted = argv[0], argv[2:]
         case _:
             print("usage: python autoloco.py replay LOG | explain LOG [INTERVAL]", file=sys.stderr)
             return 2
@@ -929,14 +879,14 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
-    if argv[0] == "replay":
+    if command == "replay":
         step, steps = (taken[-1].after.step, taken[-1].rules.steps) if taken else (0, rules.steps)
         words = f"replayed up to step {step} of {steps}, every decision is the rule's"
         print(f"{len(taken)} intervals {words}")
         return 0
-    shown = [explain(one) for one in taken if wanted in ("", str(one.planned.interval))]
+    shown = [explain(one) for one in taken if wanted in ([], [str(one.planned.interval)])]
     if not shown:
-        print(f"{path}: interval {wanted or 1} is not in this log", file=sys.stderr)
+        print(f"{path}: interval {''.join(wanted) or 1} is not in this log", file=sys.stderr)
         return 2
     print("\n\n".join(shown))
     return 0

@@ -10,25 +10,21 @@ global random generator.
 
 import ast
 import base64
-import gc
 import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import mmap
-import operator
 import os
-import platform
 import re
 import sys
 import tempfile
 import warnings
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +35,9 @@ from torch import Tensor
 
 from model import IGNORE
 
-NAMED = {"docstrings": False, "c4": False, "doctests": True, "ultrachat": True}  # is it chat?
 HUB = {"c4": "allenai/c4", "ultrachat": "HuggingFaceH4/ultrachat_200k"}
+BUILT_IN = {"docstrings": ("text", "json.gz", 4), "doctests": ("messages", "jsonl.gz", 1)}
+NAMED = (*BUILT_IN, *HUB)
 HOLD_OUT = 20  # without validation files, rows 1, 21, 41, ... of local files are validation
 SAMPLE = 256  # documents from which the share of the text that is read is estimated
 
@@ -68,20 +65,19 @@ class Document(NamedTuple):
     """A text, a conversation, or a text's piece as token ids; `url` orders `--partition module`."""
 
     id: str
-    content: Any  # str, Messages, or ids (L,) int32
+    content: Any  # str, Messages, or ids (L,) int32; while a conversation is not read, its place
     url: str
 
 
 class Shard(NamedTuple):
     """Rows in order, the first on line 1: JSON lines as bytes, or decoded objects.
 
-    Of them `part` is meant: "training", "validation" (every `HOLD_OUT`-th), or "" for all.
+    `held_out` says which are meant: every `HOLD_OUT`-th (True), the others (False), or all (None).
     """
 
-    name: str
-    path: str
+    path: Path
     rows: Any  # an iterable; where documents are indexed, a sequence
-    part: str = ""
+    held_out: bool | None = None
 
 
 # ---------------------------------------------------------------------- batches and their dealing
@@ -101,7 +97,7 @@ class Source(ABC):
         self.config, self.tokenizer, self.facts = config, tokenizer, facts
         self.vocab_size, self.chat = tokenizer.vocab_size, facts["chat"]
         self.seq_len, self.batch_size = config.seq_len, config.batch_size
-        self.workers, self.local = config.workers, config.data not in HUB
+        self.workers, self.digest = config.workers, hashlib.sha256()  # of the rows read so far
         self.notes: list[str] = []
         self.held: list[Document] = []  # validation documents
         self._deal(*files)
@@ -131,14 +127,13 @@ class Source(ABC):
         self.held = list(islice(usable, self.config.val_documents))
         self.facts["validation_documents"] = len(self.held)
 
-    def _read(self, shard: Shard, digest: Any = None) -> Iterator[tuple[int, Document]]:
-        """(line, document) of a shard; of a text that is split, its pieces. `digest` gets rows."""
+    def _read(self, shard: Shard) -> Iterator[tuple[int, Document]]:
+        """(line, document) of a shard; of a text that is split, its pieces."""
         for line, row in rows_of(shard):
-            if digest:
-                row_bytes = row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
-                digest.update(row_bytes)
+            row_bytes = row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
+            self.digest.update(row_bytes)
             document = document_of(shard, line, row, self.chat)
-            if self.config.long_documents == "cut" or self.chat:
+            if self.config.long_documents == "cut":
                 yield line, document
                 continue
             ids = self.tokenizer.encode(document.content).astype(np.int32)
@@ -162,11 +157,10 @@ class Source(ABC):
         # settles nearly every conversation without tokenising a gigabyte before the first step.
         bound = 14
         for role, text in content:
-            if role == "assistant":
-                fits = bound <= self.seq_len
-                return fits or bool(self._encode(content, self.seq_len + 1)[1].any())
+            if role == "assistant" and bound <= self.seq_len:
+                return True
             bound += 5 + len((role + text).encode())
-        return False
+        return bool(self._encode(content, self.seq_len + 1)[1].any())
 
     def _collate(self, documents: Sequence[Document]) -> Batch:
         shape = (len(documents), self.seq_len)  # (B, T)
@@ -207,56 +201,50 @@ class Indexed(Source):
     """
 
     def _deal(self, training: Sequence[Shard], held: Sequence[Shard]) -> None:
-        # The hub has its revision; of local files the hash is one of rows, not of gzip's bytes.
-        digest = hashlib.sha256() if self.local else None
-        # Texts, or where each conversation stands: those may be larger than the memory.
-        self._places: list[tuple[Shard, int] | Document] = []
-        urls, count, module = [], 0, self.config.partition == "module"
+        found, count, module = [], 0, self.config.partition == "module"
         for shard in training:
-            for line, document in self._read(shard, digest):
+            for line, document in self._read(shard):
                 count += 1
                 if self._usable(document.content):
-                    self._places.append((shard, line) if self.chat else document)
-                    urls.append(document.url)
-        self._hold([document for shard in held for _, document in self._read(shard, digest)])
-        kept, ranges = len(urls), self.workers if module else 1
+                    # Conversations may be larger than the memory, so only their place is kept.
+                    place = document._replace(content=(shard, line))
+                    found.append(place if self.chat else document)
+        self._hold([document for shard in held for _, document in self._read(shard)])
+        kept, ranges = len(found), self.workers if module else 1
         self.facts |= {"documents": kept, "dropped": count - kept}
-        if digest:
-            self.facts["sha256"] = digest.hexdigest()
+        self.facts["sha256"] = self.digest.hexdigest()  # of rows, not of gzip's bytes
         if kept < ranges or not self.held:
             few = f"{kept} for training (needed: {ranges}), {len(self.held)} for validation"
             few = f"too few documents fit: {few}, {count - kept} dropped"
             raise ValueError(f"--data {self.config.data}: {few}")
-        if module and not all(urls):
+        if module and not all(document.url for document in found):
             raise ValueError("--partition module: the documents need a 'url' to sort them by")
         if module:
-            by_source = sorted(range(kept), key=lambda at: urls[at].split("://")[-1])
-            self._places = [self._places[at] for at in by_source]
-        self._cuts = [at * kept // ranges for at in range(ranges + 1)]
+            found.sort(key=lambda document: document.url.split("://")[-1])
+        cuts = [at * kept // ranges for at in range(ranges + 1)]
+        self._ranges = [found[low:high] for low, high in pairwise(cuts)]
 
         @lru_cache(ranges)  # of each range, the epoch that it is in
         def order(own: int, epoch: int) -> np.ndarray:
             generator = np.random.default_rng([self.config.seed, epoch, own])
-            return generator.permutation(self._cuts[own + 1] - self._cuts[own])
+            return generator.permutation(len(self._ranges[own]))
 
         self._order = order
-        self._note_share([self._document(at) for at in range(0, kept, -(-kept // SAMPLE))])
+        self._note_share([self._whole(document) for document in found[:: -(-kept // SAMPLE)]])
 
-    def _document(self, at: int) -> Document:
-        """Parsed when it is asked for: of JSON lines, a process holds only where they begin."""
-        place = self._places[at]
-        if isinstance(place, Document):
-            return place
-        shard, line = place
+    def _whole(self, document: Document) -> Document:
+        """A document, read now if it is a conversation."""
+        if not self.chat:
+            return document
+        shard, line = document.content
         return document_of(shard, line, shard.rows[line - 1], self.chat)
 
     def _documents(self, worker: int, step: int) -> list[Document]:
-        own, first = 0, (step * self.workers + worker) * self.batch_size
-        if self.config.partition == "module":
-            own, first = worker, step * self.batch_size
-        low, count = self._cuts[own], self._cuts[own + 1] - self._cuts[own]
-        numbers = [divmod(n, count) for n in range(first, first + self.batch_size)]
-        return [self._document(low + self._order(own, epoch)[at]) for epoch, at in numbers]
+        shared = self.config.partition == "iid"
+        own, turn = (0, step * self.workers + worker) if shared else (worker, step)
+        found, first = self._ranges[own], turn * self.batch_size
+        numbers = [divmod(n, len(found)) for n in range(first, first + self.batch_size)]
+        return [self._whole(found[self._order(own, epoch)[at]]) for epoch, at in numbers]
 
 
 class Streamed(Source):
@@ -282,18 +270,17 @@ class Streamed(Source):
             sharers = len(range(first, self.workers, len(shards)))
             self._dealt.append((shards[first :: self.workers], sharers, slot))
         sample = self.held[:SAMPLE]
-        if self.local:
-            self._check([*training, *held])
+        if self.config.data not in HUB:
+            for worker in range(self.workers):  # a wrong file is found before training starts
+                next(self._stream(worker, 0))
             sample = list(islice(self._stream(0, 0), SAMPLE))
+            self._weigh([*training, *held])
         self._note_share(sample)
 
-    def _check(self, shards: Sequence[Shard]) -> None:
-        """Read every worker's first document: a wrong file is found before training starts."""
-        for worker in range(self.workers):
-            next(self._stream(worker, 0))
-        sizes = {shard.path: os.path.getsize(shard.path) for shard in shards}
-        # The content may be hundreds of gigabytes.
-        listed = "".join(f"{shard.name} {sizes[shard.path]}\n" for shard in shards)
+    def _weigh(self, shards: Sequence[Shard]) -> None:
+        """Record names and sizes (contents may be hundreds of gigabytes); note uneven shares."""
+        sizes = {shard.path: shard.path.stat().st_size for shard in shards}
+        listed = "".join(f"{shard.path.name} {sizes[shard.path]}\n" for shard in shards)
         self.facts["sha256_of_names_and_sizes"] = hashlib.sha256(listed.encode()).hexdigest()
         own = [sum(sizes[s.path] for s in dealt) / sharers for dealt, sharers, _ in self._dealt]
         if 10 * min(own) * self.workers < sum(own):
@@ -347,11 +334,6 @@ KINDS = {
     "gpt2": (GPT2_PATTERN, GPT2_SPECIALS),  # A19
     "llama3": (LLAMA_PATTERN, LLAMA_SPECIALS),
 }
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {  # SHA-256 of each
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 # The text that `encode_chat` tokenises, as transformers has it.
 CHAT_TEMPLATE = (
@@ -362,61 +344,48 @@ CHAT_TEMPLATE = (
 
 
 class Tokenizer:
-    """Text to token ids and back, by tiktoken or by Hugging Face's `tokenizers`.
+    """Text to token ids and back, by tiktoken.
 
     `begin` starts a document; `end` ends a text, and pads; `turn_end` ends a message, where there
-    are the tokens of Llama 3's `chat` format. `encoding` is the library's own object, `file` what
-    it was read from.
+    are the tokens of Llama 3's `chat` format. `encoding` is the library's own object; `token_bytes`
+    (vocab_size,) int64 are the UTF-8 bytes that each token stands for, 0 for specials.
     """
 
-    def __init__(self, name: str, encoding: Any, file: Path | None, begin: str, end: str) -> None:
-        self.name, self.encoding, self.file = name, encoding, file
-        self._fast = isinstance(encoding, tiktoken.Encoding)
-        special = encoding.special_tokens_set if self._fast else encoding.get_vocab()
-        number = encoding.encode_single_token if self._fast else encoding.token_to_id
-        ids = {token: number(token) for token in special}
-        self.vocab_size = encoding.n_vocab if self._fast else max(ids.values()) + 1
-        self.begin, self.end = ids[begin], ids[end]
+    def __init__(
+        self, name: str, encoding: Any, ids: dict[str, Any], ends: Sequence[str], sizes: list[int]
+    ) -> None:
+        self.name, self.encoding = name, encoding
+        self.token_bytes, self.vocab_size = torch.tensor(sizes), len(sizes)
+        self.begin, self.end = (ids[token] for token in ends)
         *self.header, self.turn_end = map(ids.get, BYTE_SPECIALS[2:])
         self.chat = None not in (*self.header, self.turn_end)
 
-    def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """Ids of a text, (L,) integers; the name of a special token is text, unless `special`."""
-        if self.name == "bytes" and not special:  # no need to pass each byte through a regex
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, (L,) integers; the name of a special token is text."""
+        if self.name == "bytes":  # no need to pass each byte through a regex
             return np.frombuffer(text.encode(), np.uint8)
-        if self._fast:
-            names = self.encoding.special_tokens_set if special else set()
-            ids = self.encoding.encode(text, allowed_special=names, disallowed_special=())
-        else:
-            self.encoding.encode_special_tokens = not special
-            ids = self.encoding.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.int64)
+        return np.array(self.encoding.encode_ordinary(text), np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens by name."""
-        options = {} if self._fast else {"skip_special_tokens": False}
-        return self.encoding.decode([int(token) for token in ids], **options)
+        return self.encoding.decode([int(token) for token in ids])
 
-    @cached_property
-    def token_bytes(self) -> Tensor:
-        """UTF-8 bytes that each token stands for, (vocab_size,) int64; 0 for specials."""
-        sizes = torch.zeros(self.vocab_size, dtype=torch.int64)
-        if self._fast:
-            for token in self.encoding.token_byte_values():
-                sizes[self.encoding.encode_single_token(token)] = len(token)
-            return sizes
-        byte_level = "ByteLevel" in str(self.encoding.decoder)  # a token's characters are bytes
-        for token, at in self.encoding.get_vocab().items():
-            text = "." if re.fullmatch("<0x..>", token) else token.replace("\u2581", " ")
-            sizes[at] = len(token if byte_level else text.encode())
-        for at, added in self.encoding.get_added_tokens_decoder().items():
-            sizes[at] = 0 if added.special else len(added.content.encode())
-        return sizes
+
+class JsonTokenizer(Tokenizer):
+    """The same by Hugging Face's `tokenizers`."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """See Tokenizer."""
+        return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See Tokenizer."""
+        return self.encoding.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder of weights holds a file that `open_tokenizer` looks for."""
-    return _first_file(folder, TOKENIZER_FILES) is not None
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_folders(config: Any) -> list[Path]:
@@ -434,22 +403,21 @@ def open_tokenizer(name: str, near: Sequence[Path] = ()) -> Tokenizer:
     ValueError: none of these, or a damaged file.
     """
     if name == "bytes":
-        return _byte_pairs(name, name)
+        return _byte_pairs(name, name, {bytes([value]): value for value in range(256)})
+    folders, names = [Path(name)], ["", *TOKENIZER_FILES]
     if name in KINDS:
-        for file in filter(None, (_first_file(folder, TOKENIZER_FILES[1:]) for folder in near)):
-            return _byte_pairs(name, name, file)
-        remedy = "a tokenizer.model (tiktoken's format) beside --data or in --init-from is read"
-        if name == "llama3":
-            raise ValueError(f"--tokenizer llama3: its file was not found; {remedy}")
-        return _published_gpt2(remedy)
-    path = Path(name)
-    found = path if path.is_file() else _first_file(path, TOKENIZER_FILES)
-    if found and found.suffix == ".json":
-        return _from_json(name, found)
-    if found:
-        return _byte_pairs(name, "llama3", found)
-    places = " or ".join(TOKENIZER_FILES)
-    raise ValueError(f"--tokenizer {name}: not one of {', '.join(KINDS)}, nor a path with {places}")
+        folders, names = [*near], [*TOKENIZER_FILES[1:]]
+    files = [folder / each for folder in folders for each in names if (folder / each).is_file()]
+    if files and files[0].suffix == ".json":
+        return _from_json(name, files[0])
+    if files:
+        kind = name if name in KINDS else "llama3"
+        return _byte_pairs(f"{name} from {files[0]}", kind, _read_vocabulary(files[0]))
+    if name == "gpt2":
+        return _byte_pairs(name, name, _published_gpt2())
+    places = f"{', '.join(KINDS)}, nor a path with {' or '.join(TOKENIZER_FILES)}"
+    beside = "for llama3 a tokenizer.model is looked for beside --data and in --init-from"
+    raise ValueError(f"--tokenizer {name}: not one of {places}; {beside}")
 
 
 def check_vocabulary(source: Source, model_vocab: int) -> None:
@@ -485,51 +453,48 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, limit: int) -> Masked:
     return np.array(ids[:limit], np.int64), np.array(predicted[:limit], bool)
 
 
-def _first_file(folder: Path, names: Sequence[str]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _byte_pairs(name: str, kind: str, file: Path | None = None) -> Tokenizer:
-    """A tokenizer whose specials follow its ordinary tokens; without a file these are the bytes."""
+def _byte_pairs(name: str, kind: str, numbers: dict[bytes, int]) -> Tokenizer:
+    """A tokenizer whose specials follow its ordinary tokens, which come in order."""
     pattern, specials = KINDS[kind]
-    numbers = _read_vocabulary(file) if file else {bytes([value]): value for value in range(256)}
     ids = {special: len(numbers) + at for at, special in enumerate(specials)}
     encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=numbers, special_tokens=ids)
-    return Tokenizer(name, encoding, file, specials[0], specials[1 % len(specials)])
+    ends, sizes = (specials[0], specials[1 % len(specials)]), [*map(len, numbers), *[0] * len(ids)]
+    return Tokenizer(name, encoding, ids, ends, sizes)
 
 
 def _from_json(name: str, file: Path) -> Tokenizer:
     """A Hugging Face `tokenizer.json`; which tokens begin and end a text stands beside it."""
     try:
         from tokenizers import Tokenizer as Reader
-    except ImportError as error:
-        raise ValueError(f"--tokenizer {name}: {file} needs: pip install tokenizers") from error
-    try:
+
         encoding = Reader.from_file(str(file))
-        named = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
-        found = [named.get(key) or "" for key in ("bos_token", "eos_token")]
+        config = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        found = [config.get(key) or "" for key in ("bos_token", "eos_token")]
         begin, end = (each["content"] if isinstance(each, dict) else each for each in found)
+        encoding.no_truncation()
+        encoding.encode_special_tokens = True  # their names are text
+        byte_level = "ByteLevel" in str(encoding.decoder)  # a token's characters are bytes
+        ids = encoding.get_vocab()
+        sizes = [0] * (max(ids.values()) + 1)
+        for token, at in ids.items():
+            sizes[at] = len(token if byte_level else re.sub("<0x..>|\u2581", ".", token).encode())
+        for at, added in encoding.get_added_tokens_decoder().items():
+            sizes[at] = 0 if added.special else len(added.content.encode())
+        ends = (begin or end, end or begin)
+        return JsonTokenizer(f"{name} from {file}", encoding, ids, ends, sizes)
     except Exception as error:  # the library raises nothing more exact
-        raise ValueError(f"{file} or tokenizer_config.json: cannot be read ({error})") from error
-    if not {begin or end, end or begin} <= set(encoding.get_vocab()):
-        raise ValueError(f"{file}: no bos_token or eos_token that tokenizer_config.json names")
-    encoding.no_truncation()
-    return Tokenizer(name, encoding, file, begin or end, end or begin)
+        need = "the package tokenizers, and tokenizer_config.json with its bos_token or eos_token"
+        raise ValueError(f"{file}: cannot be read; it needs {need} ({error!r})") from error
 
 
-def _published_gpt2(remedy: str) -> Tokenizer:
-    """GPT-2's vocabulary from tiktoken's cache, or from the network where that answers at once."""
-    default = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    for name, digest in GPT2_FILES.items():
-        url = GPT2_URL + name
-        file = Path(cache, hashlib.sha1(url.encode()).hexdigest())
-        # tiktoken downloads without a time limit, unless its cache has the address's SHA-1.
-        if not cache or not file.exists():
-            reach(url, f"--tokenizer gpt2: {{}}; TIKTOKEN_CACHE_DIR is honoured, and {remedy}")
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise ValueError(f"{file}: a damaged copy of GPT-2's {name}; delete it")
-    return Tokenizer("gpt2", tiktoken.get_encoding("gpt2"), None, *GPT2_SPECIALS * 2)
+def _published_gpt2() -> dict[bytes, int]:
+    """GPT-2's tokens from tiktoken's cache, or else from the network."""
+    from tiktoken_ext import openai_public
+
+    try:
+        return openai_public.gpt2()["mergeable_ranks"]
+    except (OSError, ValueError) as error:  # requests' errors, and a broken download
+        raise ValueError(f"--tokenizer gpt2: it could not be fetched ({error})") from error
 
 
 def _read_vocabulary(file: Path) -> dict[bytes, int]:
@@ -543,8 +508,7 @@ def _read_vocabulary(file: Path) -> dict[bytes, int]:
             if numbers.setdefault(token, int(number)) != line - 1:
                 raise ValueError("out of order, or there twice")
         except ValueError as error:  # binascii.Error is one
-            what = "'BASE64 NUMBER' of a new token in tiktoken's format"
-            raise ValueError(f"{file}:{line}: not {what}") from error
+            raise ValueError(f"{file}:{line}: not 'BASE64 NUMBER' of the next token") from error
     if not {bytes([value]) for value in range(256)} <= numbers.keys():  # tiktoken would panic later
         raise ValueError(f"{file}: no token for some of the 256 bytes: it was cut off")
     return numbers
@@ -552,14 +516,9 @@ def _read_vocabulary(file: Path) -> dict[bytes, int]:
 
 # --------------------------------------------------------------------------------- files and rows
 
-MAX_LINE = 2**26  # bytes; a longer line is refused without being read
 LINES = (".jsonl", ".jsonl.gz", ".json.gz")
-TEXTS = {".md": "document", ".txt": "paragraph"}  # what is a document of a file in a folder
-READERS = {".json": "from_json", ".parquet": "from_parquet", **dict.fromkeys(TEXTS, "from_text")}
-READABLE = (
-    f"JSON lines ({', '.join(LINES)}), .parquet, text (.txt, .md), a folder of one of these "
-    "kinds, a JSON array (.json), or a folder that datasets' save_to_disk wrote"
-)
+TEXTS = {".md": "document", ".txt": "paragraph"}  # what is a document of a file
+READERS = {".json": "json", ".parquet": "parquet", **dict.fromkeys(TEXTS, "text")}
 
 
 class Lines:
@@ -572,114 +531,100 @@ class Lines:
         line = 0
         try:
             with (gzip.open if self.path.suffix == ".gz" else open)(self.path, "rb") as file:
-                for line, row in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-                    if len(row) > MAX_LINE:
-                        raise ValueError(f"{self.path}:{line}: longer than {MAX_LINE >> 20} MiB")
+                for row in file:
+                    line += 1
                     yield row
-        except (OSError, EOFError, zlib.error) as error:  # broken gzip is any of them
+            if line == 0:
+                raise EOFError("the file is empty")
+        except Exception as error:  # broken gzip is of several kinds
             raise ValueError(f"{self.path}:{line + 1}: cannot be read ({error})") from error
-        if line == 0:
-            raise ValueError(f"{self.path}:1: the file is empty")
 
     def __getitem__(self, at: int) -> bytes:
         content, starts = self._content
-        return content[starts[at] : starts[at + 1]]
+        return content[starts[at] : starts[at + 1]].tobytes()
 
     @cached_property
-    def _content(self) -> tuple[Any, np.ndarray]:
+    def _content(self) -> tuple[np.ndarray, np.ndarray]:
         """All bytes, and where each line starts; a plain file is mapped: processes share it."""
         starts = np.cumsum([0, *map(len, self)])
         if self.path.suffix == ".gz":
-            with gzip.open(self.path) as zipped:
-                return zipped.read(), starts
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), starts
+            return np.frombuffer(b"".join(self), np.uint8), starts
+        return np.memmap(self.path, mode="r"), starts
 
 
 def rows_of(shard: Shard) -> Iterator[tuple[int, Any]]:
-    """(line, row) of a shard's part; blank lines count in `line` and are skipped."""
+    """(line, row) of those rows that are meant; blank lines are skipped but count in `line`."""
     number = 0
     for line, row in enumerate(shard.rows, 1):
         if isinstance(row, bytes) and row.isspace():
             continue
-        if not shard.part or (shard.part == "validation") == (number % HOLD_OUT == 0):
+        if shard.held_out in (None, number % HOLD_OUT == 0):
             yield line, row
         number += 1
 
 
-def fields_of(shard: Shard, line: int, row: Any) -> dict[str, Any]:
-    """A row as an object; a ValueError names file and line."""
-    try:
-        # A file from Windows may begin with a byte order mark.
-        row = json.loads(row.decode().removeprefix("\ufeff")) if isinstance(row, bytes) else row
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        reason = getattr(error, "msg", error)
-        raise ValueError(f"{shard.path}:{line}: not JSON ({reason})") from error
-    return row if isinstance(row, dict) else {}
-
-
 def document_of(shard: Shard, line: int, row: Any, chat: bool) -> Document:
     """The document in a row's field `messages` (chat) or `text`; a ValueError names the line."""
-    fields, field = fields_of(shard, line, row), "messages" if chat else "text"
-    content: Any = fields.get(field)
+    field = "messages" if chat else "text"
     try:
+        fields = json.loads(row) if isinstance(row, bytes) else row  # also with a byte order mark
+        content, url = fields[field], str(fields.get("url") or "")
         if chat:
             content = tuple((message["role"], message["content"]) for message in content)
             if not {role for role, _ in content} <= {"system", "user", "assistant"}:
-                raise TypeError("unknown role")
+                raise ValueError("unknown role")
         (content if not chat else "".join(text for _, text in content)).encode()
-    except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         shape = "[{'role': 'system'|'user'|'assistant', 'content': TEXT}, ...]" if chat else "TEXT"
         what = f"no field {field!r} with {shape} in valid Unicode"
-        raise ValueError(f"{shard.path}:{line}: {what}") from error
-    return Document(f"{shard.name}:{line}", content, str(fields.get("url") or ""))
+        raise ValueError(f"{shard.path}:{line}: {what} ({error})") from error
+    return Document(f"{shard.path.name}:{line}", content, url)
 
 
 def local_shards(path: Path) -> Files:
-    """Training and validation shards of `--data PATH`: a file, or a folder (see `READABLE`).
+    """Training and validation shards of `--data PATH`: a file or a folder.
 
     Of a folder (and C4's `en` or the hub's `data` in it) JSON lines are taken or else .parquet, in
     the order of names; those with the word "validation", "valid", "val" or "test", or such splits,
     are for validation. Else all text in and below it is taken: a .md file is a document, and those
-    of a .txt file, or of a file given alone, end at empty lines.
+    of a .txt file end at empty lines.
     """
-    if not path.exists():
-        raise ValueError(f"--data {path}: no such file or folder, nor one of {', '.join(NAMED)}")
     groups = {path: [path]}  # the files of each shard
     found: list[Shard] = []
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         saved = _table(path, "load_from_disk", path)
         splits = saved if isinstance(saved, dict) else {path.name: saved}
-        groups, found = {}, [Shard(name, f"{path}/{name}", rows) for name, rows in splits.items()]
+        groups, found = {}, [Shard(path / name, rows) for name, rows in splits.items()]
     elif path.is_dir():
         files = [f for at in (path, path / "en", path / "data") for f in sorted(at.glob("*"))]
         groups = {f: [f] for f in files if f.name.endswith(LINES)}
         groups = groups or {f: [f] for f in files if f.suffix == ".parquet"}
         groups = groups or {path / f"*{kind}": sorted(path.rglob(f"*{kind}")) for kind in TEXTS}
     for place, files in groups.items():
-        kind, names = place.suffix, [str(file) for file in files]
+        kind = place.suffix
         if place.name.endswith(LINES):
-            found.append(Shard(place.name, str(place), Lines(place)))
-        elif kind in READERS and names:
-            unit = TEXTS.get(kind) if path.is_dir() else "paragraph"
-            options = {"sample_by": unit} if kind in TEXTS else {}
-            rows = _table(place, f"Dataset.{READERS[kind]}", names, **options)
-            found.append(Shard(place.name, str(place), rows))
+            found.append(Shard(place, Lines(place)))
+        elif kind in READERS and files:
+            options: dict[str, Any] = {"data_files": [*map(str, files)], "split": "train"}
+            options |= {"sample_by": TEXTS[kind]} if kind in TEXTS else {}
+            found.append(Shard(place, _table(place, "load_dataset", READERS[kind], **options)))
     shards: Files = ([], [])
     for shard in found:
-        word = re.search(r"(?<![a-z])(validation|valid|val|test)(?![a-z])", shard.name.lower())
-        shards[word is not None and shard.name != path.name].append(shard)
+        name = shard.path.name
+        word = re.search(r"(?<![a-z])(validation|valid|val|test)(?![a-z])", name.lower())
+        shards[word is not None and name != path.name].append(shard)
     if not shards[0]:
-        raise ValueError(f"--data {path}: no training file; what can be read: {READABLE}")
+        kinds = ", ".join((*NAMED, *LINES, *READERS, "a folder of one of these"))
+        raise ValueError(f"--data {path}: no training file; what can be read: {kinds}")
     return shards
 
 
-def _table(path: Path, reader: str, files: Any, **options: Any) -> Any:
+def _table(path: Path, reader: str, what: Any, **options: Any) -> Any:
     """What a reader of `datasets` makes of files: a table on disk, mapped into memory."""
     import datasets  # takes 1 to 6 s, so not before it is needed
 
     try:
-        return operator.attrgetter(reader)(datasets)(files, **options)
+        return getattr(datasets, reader)(what, **options)
     except Exception as error:  # of any kind, as the libraries below it raise
         raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
 
@@ -689,88 +634,66 @@ def hub_shards(data: str, facts: Facts, revision: str = "") -> Files:
 
     `facts` gets the revision: the given one, or the latest. Who names C4 gets C4, or one line.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import HfApi, constants
 
     streamed, repo = data == "c4", HUB[data]
-    message = f"--data {data}: {{}}; --data PATH reads local files of the same layout"
     shards: Files = ([], [])
     try:
         if not constants.HF_HUB_OFFLINE:  # offline, a table may still be in the hub's own cache
-            latest = reach(f"{constants.ENDPOINT}/api/datasets/{repo}?expand=sha", message)
-            revision = revision or latest.json()["sha"]
+            # Asked once and briefly: datasets retries for 24 s.
+            info = HfApi().dataset_info(repo, revision=revision or None, expand=["sha"], timeout=10)
+            facts["revision"] = revision = info.sha or ""
         import datasets  # takes 1 to 6 s, so after the check
 
         options = {"streaming": streamed, "revision": revision or None}
         splits = ("train", "validation") if streamed else ("train_sft", "test_sft")
         for part, split in zip(shards, splits, strict=True):
             rows = datasets.load_dataset(repo, "en" if streamed else None, split=split, **options)
-            if not streamed:
-                part.append(Shard(split, f"{repo}/{split}", rows))
-                continue
-            rows, count = rows.select_columns(["text"]), rows.num_shards  # no parsing of dates
+            rows = rows.select_columns(["text" if streamed else "messages"])  # no parsing of dates
+            count = rows.num_shards if streamed else 1
             for at in range(count):
-                name = f"c4-{split}.{at:05d}-of-{count:05d}.json.gz"
-                part.append(Shard(name, f"{repo}/{name}", rows.shard(count, at)))
-    except (OSError, KeyError) as error:  # as the hub's errors are; not the hub that answered
+                name = f"c4-{split}.{at:05d}-of-{count:05d}.json.gz" if streamed else split
+                part.append(Shard(Path(repo, name), rows.shard(count, at)))
+    except Exception as error:  # of any kind, as the libraries raise
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).split("\n")[0]
-        raise ValueError(message.format(f"{repo} could not be reached ({reason})")) from error
-    facts |= {"revision": revision} if revision else {}
+        remedy = "--data PATH reads local files of the same layout"
+        what = f"{repo} could not be reached ({reason})"
+        raise ValueError(f"--data {data}: {what}; {remedy}") from error
     return shards
-
-
-def reach(url: str, message: str) -> Any:
-    """Ask once and briefly: the libraries themselves retry for 24 s, or wait without a limit."""
-    import requests  # tiktoken's client: the same proxies and certificates
-
-    try:
-        response = requests.get(url, timeout=(2, 10))
-        response.raise_for_status()
-    except requests.RequestException as error:
-        reason = f"{url.split('?')[0]} could not be reached ({type(error).__name__})"
-        raise ValueError(message.format(reason)) from error
-    return response
 
 
 def open_source(config: Any, revision: str = "") -> Source:
     """Open the data of a run, from the hub as of `revision` ("" for the latest).
 
     Of `config` (train.Config) it reads data, tokenizer, init_from, seq_len, batch_size, workers,
-    seed, partition, val_documents and long_documents. Local data hold conversations where their
-    first row has `messages`.
+    seed, partition, val_documents and long_documents. Data hold conversations where the first row
+    has `messages`.
     """
     data = config.data
     tokenizer = open_tokenizer(config.tokenizer, tokenizer_folders(config))
-    name = f"{tokenizer.name} from {tokenizer.file}" if tokenizer.file else tokenizer.name
     facts: Facts = {"data": data, "partition": config.partition}
-    facts |= {"tokenizer": name, "vocab_size": tokenizer.vocab_size}
-    if data in HUB:
-        training, held = hub_shards(data, facts, revision)
-    elif data in NAMED:
-        corpus = build_corpus()
-        facts |= json.loads((corpus / "corpus.json").read_text())
-        training, held = local_shards(corpus / data)
-    else:
-        training, held = local_shards(Path(data))
-    chat = NAMED.get(data, False)
-    if data not in NAMED:
-        line, row = next(rows_of(training[0]), (1, b""))
-        chat = "messages" in fields_of(training[0], line, row)
-    facts["chat"] = chat
+    facts |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    folder = Path(data)
+    if data in BUILT_IN:
+        folder = build_corpus() / data
+        facts |= json.loads((folder.parent / "corpus.json").read_text())
+    training, held = hub_shards(data, facts, revision) if data in HUB else local_shards(folder)
+    _, row = next(rows_of([*held, *training][0]), (1, b""))
+    chat = facts["chat"] = (b'"messages"' if isinstance(row, bytes) else "messages") in row
     if not held:
-        held = [shard._replace(part="validation") for shard in training]
-        training = [shard._replace(part="training") for shard in training]
+        held = [shard._replace(held_out=True) for shard in training]
+        training = [shard._replace(held_out=False) for shard in training]
         facts["validation"] = f"every {HOLD_OUT}th line of the files, held out of training"
     split, module = config.long_documents == "split", config.partition == "module"
     if chat and not tokenizer.chat:
         raise ValueError(f"--tokenizer {tokenizer.name}: conversations need Llama 3's chat tokens")
-    if chat and split:
-        raise ValueError(f"--long-documents split: --data {data} holds conversations")
     # JSON lines of texts are read as C4 is: they may be larger than a disk.
     lines = all(isinstance(shard.rows, Lines) for shard in training)
-    stream = data == "c4" or (lines and not (chat or split or data == "docstrings"))
-    if stream and (split or module):
+    stream = data == "c4" or (lines and not (chat or split or data in BUILT_IN))
+    if (split and (chat or stream)) or (module and stream):
         flag = "--long-documents split" if split else "--partition module"
-        raise ValueError(f"{flag}: --data {data} is streamed, which cannot be sorted or split")
+        what = "holds conversations" if chat else "is streamed, which cannot be sorted or split"
+        raise ValueError(f"{flag}: --data {data} {what}")
     source = (Streamed if stream else Indexed)(config, tokenizer, facts, (training, held))
     if recorded := RECORDED_SHA256.get(data):
         own = facts["corpus_sha256"] = facts["corpus"][f"{data}_sha256"]
@@ -797,7 +720,6 @@ RECORDED_SHA256 = {  # of the texts that the recorded results were trained on
     "docstrings": "ecf5024a5b4aaf1aa08854cc65d2024fb3cc77a08fe54ef1ec262c17fa1df393",
     "doctests": "b0c1d161b699e63d5990f9da75507d526208679b0cdea280a2281a316e7c340e",
 }
-FILES = {"docstrings": ("text", "json.gz", 4), "doctests": ("messages", "jsonl.gz", 1)}
 SPLITS = ("train", "validation")
 
 
@@ -808,16 +730,13 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
     conversations ("messages"), `corpus.json` versions and counts; both folders also work as
     `--data FOLDER`. No package is imported.
     """
-    try:
-        versions = {name: importlib.metadata.version(name) for name in packages}
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"--data docstrings reads the package {error.name}: pip install -r requirements.txt"
-        ) from error
     from filelock import FileLock
 
-    # The Python version decides what a source file parses to.
-    python = ".".join(platform.python_version_tuple()[:2])
+    try:
+        versions = {name: importlib.metadata.version(name) for name in packages}
+    except ImportError as error:
+        raise ValueError(f"--data docstrings: {error}: pip install -r requirements.txt") from error
+    python = "{}.{}".format(*sys.version_info)  # decides what a source file parses to
     about = {"corpus_version": CORPUS_VERSION, "python": python, "packages": versions}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("AUTOLOCO_CACHE") or "~/.cache/autoloco").expanduser()
@@ -836,47 +755,44 @@ def build_corpus(packages: Sequence[str] = PACKAGES) -> Path:
 
 def _write_corpus(root: Path, about: dict[str, Any]) -> None:
     """Extract, split by module, cut, de-duplicate and write."""
-    gc.disable()  # a syntax tree is millions of objects and no garbage: a third of the time
     packages = ", ".join(about["packages"])
     print(f"building the text of the tiny recipes, once: docstrings of {packages}", file=sys.stderr)
-    found: dict[tuple[str, str], dict[str, Any]] = {(k, s): {} for k in FILES for s in SPLITS}
+    found: dict[tuple[str, str], dict[str, str]] = {(k, s): {} for k in BUILT_IN for s in SPLITS}
     seen = set()
     for package, version in about["packages"].items():
         for module, name, docstring in _docstrings(package):
             # Split before the cut, so that neighbours land on one side; a module's hash does not
             # change when other modules come and go.
             split = SPLITS[hashlib.sha256(module.encode()).digest()[0] < VALIDATION]
-            url = f"docstring://{package}/{version}/{module}#{name}"
-            messages = _conversation(docstring)
-            said = "\n".join(message["content"] for message in messages)
-            records: list[tuple[str, str, Any]] = [
-                ("docstrings", r, r) for r in _records(docstring)
-            ]
-            for kind, text, content in [*records, ("doctests", said, messages)]:
+            row = {"timestamp": "1970-01-01T00:00:00Z"}
+            row["url"] = f"docstring://{package}/{version}/{module}#{name}"
+            contents: list[Any] = [*_records(docstring), _conversation(docstring)]
+            for content in contents:
+                kind, text = "docstrings", content
+                if isinstance(content, list):
+                    kind, text = "doctests", "\n".join(turn["content"] for turn in content)
                 letters = re.sub(r"[\W\d_]+", "", text).lower()
                 if len(letters) >= LETTERS and (kind, letters) not in seen:
                     seen.add((kind, letters))
-                    row = {FILES[kind][0]: content, "timestamp": "1970-01-01T00:00:00Z", "url": url}
-                    found[kind, split][text] = row
+                    fields = {BUILT_IN[kind][0]: content, **row}
+                    found[kind, split][text] = json.dumps(fields, ensure_ascii=False) + "\n"
     counts: dict[str, Any] = {}
-    for kind, (_, suffix, files) in FILES.items():
+    for kind, (_, suffix, files) in BUILT_IN.items():
         (root / kind).mkdir(parents=True)
         digest = hashlib.sha256()  # of the texts alone: a url has the exact version
         training, held = (found[kind, split] for split in SPLITS)
         for text in _near_copies(held, training):
             del held[text]
-        for split, rows, shards in (("train", training, files), ("validation", held, 1)):
+        for split, lines, shards in (("train", training, files), ("validation", held, 1)):
             # Ordered by hash: a shuffle without a generator, so that the first n are a fair sample.
-            texts = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
+            texts = sorted(lines, key=lambda text: hashlib.sha256(text.encode()).digest())
             counts[f"{kind}_{split}"] = len(texts)
             digest.update("\0".join(texts).encode())
             for at in range(shards):
                 file = root / kind / f"{kind}-{split}.{at:05d}-of-{shards:05d}.{suffix}"
-                with open(file, "wb") as raw, gzip.GzipFile("", "wb", 1, raw, mtime=0) as out:
-                    for text in texts[at::shards]:
-                        out.write(json.dumps(rows[text], ensure_ascii=False).encode() + b"\n")
+                content = "".join(lines[text] for text in texts[at::shards]).encode()
+                file.write_bytes(gzip.compress(content, 1, mtime=0))
         counts[f"{kind}_sha256"] = digest.hexdigest()
-    gc.enable()
     (root / "corpus.json").write_text(json.dumps({**about, "corpus": counts}, indent=1) + "\n")
 
 
@@ -884,8 +800,7 @@ def _docstrings(package: str) -> Iterator[tuple[str, str, str]]:
     """(module, name, docstring) of a package's files, which are parsed and never imported."""
     from tqdm import tqdm
 
-    spec = importlib.util.find_spec(package)
-    assert spec and spec.submodule_search_locations, f"{package} is not a package"
+    spec: Any = importlib.util.find_spec(package)
     root = Path(spec.submodule_search_locations[0])
     files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
     for file in tqdm(files, f"docstrings of {package}", leave=False, mininterval=1):
@@ -894,28 +809,23 @@ def _docstrings(package: str) -> Iterator[tuple[str, str, str]]:
         if b'"""' not in source:
             continue
         module = ".".join((package, *parts)).removesuffix(".__init__")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's escape sequences
-            try:
-                tree = ast.parse(source)
-            except SyntaxError:  # a template, or for another Python, which is part of the key
-                continue
-        for name, node in [("", tree), *_definitions(tree, "")]:
-            if text := ast.get_docstring(node):
+        # Other people's escape sequences; templates, or files for another Python.
+        with warnings.catch_warnings(action="ignore"), suppress(SyntaxError):
+            for name, text in _documented(ast.parse(source), ""):
                 # Control characters and lone surrogates become spaces.
                 text = re.sub(r"[^\n -~\xa1-\ud7ff\ue000-\U0010ffff]", " ", text)
                 yield module, name, text
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, node) of the classes and functions in a node, at any depth."""
-    for block in ("body", "orelse", "handlers", "finalbody"):
-        for child in getattr(node, block, []):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield prefix + child.name, child
-                yield from _definitions(child, f"{prefix}{child.name}.")
-            elif hasattr(child, "body"):
-                yield from _definitions(child, prefix)
+def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of a module, or of a class or function and all that it holds."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        name = f"{name}.{getattr(node, 'name', '')}".strip(".")
+        if text := ast.get_docstring(node):
+            yield name, text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler):
+            yield from _documented(child, name)
 
 
 def _records(docstring: str) -> Iterator[str]:
@@ -932,27 +842,22 @@ def _records(docstring: str) -> Iterator[str]:
         if len(record.encode()) >= RECORD:
             yield record
             record = ""
-    if record:
-        yield record
+    yield record
 
 
 def _conversation(docstring: str) -> list[dict[str, str]]:
     """The doctests of a docstring: code from the user, its output from the assistant."""
-    if ">>>" not in docstring:
-        return []
     from doctest import DocTestParser
 
-    try:
-        examples = DocTestParser().get_examples(docstring)
-    except ValueError:  # not a doctest after all
-        return []
     messages, code = [], ""
-    for example in examples:
-        code = (code + re.sub(r"\s*#\s*doctest:.*", "", example.source).rstrip() + "\n").lstrip()
-        if output := example.want.strip():  # code without output joins the next that has one
-            messages.append({"role": "user", "content": code.rstrip()})
-            messages.append({"role": "assistant", "content": output})
-            code = ""
+    with suppress(ValueError):  # not a doctest after all
+        for example in DocTestParser().get_examples(docstring):
+            source = re.sub(r"\s*#\s*doctest:.*", "", example.source)
+            code = f"{code}{source.rstrip()}\n".lstrip()
+            if output := example.want.strip():  # code without output joins the next that has one
+                messages.append({"role": "user", "content": code.rstrip()})
+                messages.append({"role": "assistant", "content": output})
+                code = ""
     return messages
 
 
@@ -965,7 +870,5 @@ def _near_copies(validation: Iterable[str], training: Iterable[str]) -> list[str
 
     own = {text: runs(text) for text in validation}
     every: set[tuple[str, ...]] = set().union(*own.values())
-    shared: set[tuple[str, ...]] = set()
-    for text in training:
-        shared |= every & runs(text)
+    shared = {run for text in training for run in every & runs(text)}
     return [text for text, mine in own.items() if 2 * len(mine & shared) > len(mine)]

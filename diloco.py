@@ -22,16 +22,16 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import socket
+import re
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, groupby
-from typing import Any
+from itertools import accumulate, chain, compress, groupby
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,18 +64,16 @@ def nesterov(
 # ---------------------------------------------------------------- workers
 
 RECORD = ("loss", "targets", "tokens", "grad_norm")  # sums of one local step of one worker
-Records = dict[str, Tensor]  # name of RECORD -> (K, H_t) float64
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What one synchronisation measured, the same on every rank.
 
     `values` are its named statistics: log and report show whatever stands there.
     """
 
     values: dict[str, float]  # drift: D_t, NaN if a worker was not finite; coherence: C_t; ...
-    records: Records
+    records: dict[str, Tensor]  # name of RECORD -> (K, H_t) float64
     excluded: tuple[int, ...]  # workers left out because their pseudo-gradient was not finite
 
     @property
@@ -91,7 +89,15 @@ class Replica:
         self.tensors, self.states = tensors, states
         self.local = [local_tensor(tensor) for tensor in tensors]
         self.buffers = {name: [torch.zeros_like(t) for t in self.local] for name in names}
-        self.buffers["local"] = self.local
+
+    def restart(self, shared: list[Tensor]) -> None:
+        """Start from the shared parameters, with nothing of its own."""
+        for tensor, value in zip(self.local, shared, strict=True):
+            tensor.copy_(value)
+        for own in chain(*self.buffers.values()):
+            own.zero_()
+        for state in self.states:
+            state.clear()
 
 
 class Workers:
@@ -132,23 +138,16 @@ class Workers:
         own = Replica([p.data for p in self.parameters], states, self.worker_buffers)
         self.replicas = [own]
         self.wire = Wire(ranks, codec, [tensor.numel() for tensor in own.local])
-        self.buffers = {
-            name: [torch.zeros_like(tensor) for tensor in own.local]
-            for name in self.shared_buffers[1:]
-        }
+        self.shared = own.local  # theta, flat: what all workers start an interval from
+        more = {name: [torch.zeros_like(t) for t in own.local] for name in self.shared_buffers[1:]}
+        self.buffers = {"shared": self.shared} | more
         self.begin(0)
-
-    @property
-    def shared(self) -> list[Tensor]:
-        """Theta, flat: what all workers start an interval from."""
-        return self.buffers["shared"]
 
     def begin(self, steps: int) -> None:
         """Start an interval of `steps` local steps."""
-        hosted = len(self.ranks.hosted)
-        zeros = torch.zeros(len(RECORD), hosted, steps, dtype=torch.float64)
+        self.done = [0] * len(self.ranks.hosted)  # steps of this interval, by hosted worker
+        zeros = torch.zeros(len(RECORD), len(self.done), steps, dtype=torch.float64)
         self.records = dict(zip(RECORD, zeros.to(self.ranks.device), strict=True))
-        self.done = [0] * hosted  # steps of this interval, by hosted worker
 
     def set_lr(self, lr: float) -> None:
         """Inner learning rate of the next step; a group's `lr_ratio`, if any, multiplies it."""
@@ -157,7 +156,7 @@ class Workers:
                 group["lr"] = lr * group.get("lr_ratio", 1.0)
 
     def backward(self, batch: Any) -> tuple[Tensor, int, int]:
-        """Accumulate the gradient of the token-averaged loss of one worker's batch.
+        """Gradient of the token-averaged loss of one worker's batch, in place of the one before.
 
         Micro-batches are weighted by their targets: each is divided by the targets of the whole
         batch. Under sharding each rank takes every S-th row. Returns loss sum, targets and
@@ -165,51 +164,59 @@ class Workers:
         """
         shards, shard, device = self.ranks.ranks_per_worker, self.ranks.shard, self.ranks.device
         total = max(1, int((batch.targets != IGNORE).sum()))
-        inputs, targets = batch.inputs[shard::shards], batch.targets[shard::shards]
-        if len(inputs) < math.ceil(len(batch.inputs) / shards):
-            # ALL RANKS of a worker: as many micro-batches here, or FSDP2's collectives hang. A rank
-            # with a row less, or none, fills up with one in which nothing counts.
-            inputs = torch.cat([inputs, batch.inputs[:1]])
-            targets = torch.cat([targets, torch.full_like(batch.targets[:1], IGNORE)])
-        rows = self.micro_batch or max(1, len(inputs))
+        # ALL RANKS of a worker: as many micro-batches on each, or FSDP2's collectives hang. A rank
+        # with a row less, or none, gets one in which nothing counts.
+        fill = (0, 0, 0, -len(batch.inputs) % shards)
+        inputs = nn.functional.pad(batch.inputs, fill)[shard::shards]
+        targets = nn.functional.pad(batch.targets, fill, value=IGNORE)[shard::shards]
+        rows = self.micro_batch or len(inputs)
         loss_sum = torch.zeros((), device=device)
-        mixed = torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+        self.model.zero_grad()
+        mixed = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
         for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
             with mixed:
                 loss = self.model(x.to(device, non_blocking=True), y)
             # FSDP2 adds the shards' gradients up (its divide factor is set to 1).
             (loss / total).backward()
             loss_sum += loss.detach()
-        own = int((targets != IGNORE).sum())
-        return loss_sum, own, batch.tokens if shard == 0 else 0
+        return loss_sum, int((targets != IGNORE).sum()), batch.tokens if shard == 0 else 0
 
-    def _clip(self) -> Tensor:
-        """Clip the gradients' norm in place; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+    def _norm(self) -> Tensor:
+        """Norm of a worker's gradients, all shards together."""
+        norm = torch.nn.utils.get_total_norm(p.grad for p in self.parameters if p.grad is not None)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
 
-    def _record(self, row: int, loss: Tensor, targets: int, tokens: int, norm: Any) -> None:
-        norm = norm if self.ranks.shard == 0 else 0.0  # shards are summed
-        for name, value in zip(RECORD, (loss, targets, tokens, norm), strict=True):
+    def _update(self, norm: Tensor) -> None:
+        """Clip the gradients, whose norm this is, and take the inner step."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _record(self, row: int, sums: tuple[Tensor, int, int], norm: Tensor) -> None:
+        known = norm if self.ranks.shard == 0 else 0.0  # shards are summed
+        for name, value in zip(RECORD, (*sums, known), strict=True):
             self.records[name][row, self.done[row]] = value
         self.done[row] += 1
 
-    def _collect(self, extra: Tensor) -> tuple[Records, Tensor]:
-        """The interval's scalars, the same on all ranks: one vector a rank, summed over the shards
-        of each worker. `extra` (hosted, n) float64 comes back as (K, n).
+    def _collect(self, **more: Tensor) -> dict[str, Tensor]:
+        """The interval's records and `more`, each (hosted, n) float64, of all workers: (K, n). One
+        vector a rank, summed over the shards of each worker, the same on all ranks.
         """
-        hosted, K = len(self.ranks.hosted), self.ranks.workers
-        columns = [extra.cpu(), *(self.records[name].cpu() for name in RECORD)]
-        rows = self.ranks.gather(torch.cat(columns, dim=1).view(-1))
-        table = rows.view(self.ranks.groups, self.ranks.ranks_per_worker, hosted, -1).sum(1)
-        found = table.view(K, -1).split([column.shape[1] for column in columns], dim=1)
-        return dict(zip(RECORD, found[1:], strict=True)), found[0]
+        columns, ranks = self.records | more, self.ranks
+        rows = ranks.gather(torch.cat([one.cpu() for one in columns.values()], dim=1).view(-1))
+        table = rows.view(ranks.groups, ranks.ranks_per_worker, len(ranks.hosted), -1).sum(1)
+        widths = [one.shape[1] for one in columns.values()]
+        found = table.view(ranks.workers, -1).split(widths, dim=1)
+        return dict(zip(columns, found, strict=True))
 
     def stop_asked(self) -> bool:
         """Whether to leave the local phase. Ranks that share a worker leave at the same step, since
         its steps hold collectives.
         """
-        return self.ranks.any(self.ranks.stopping, shards=True)
+        asked = torch.tensor(int(self.ranks.stopping))
+        if self.ranks.shard_group is not None:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.ranks.shard_group)
+        return bool(asked)
 
     def step(self, row: int, batch: Any, lr: float) -> None:
         """One inner step of a hosted worker on its own batch."""
@@ -236,37 +243,37 @@ class Workers:
 
     def worker_state(self, row: int) -> dict[str, Tensor]:
         """What belongs to one hosted worker; its own parameters only inside an interval."""
-        records = {name: self.records[name][row].cpu() for name in RECORD}
-        records["done"] = torch.tensor(self.done[row])
-        if self.one_model:
-            return records
-        self.switch(row)
-        return records | self._named(self._own(row)) | self._inner()
+        found = self._own(row) | {"done": torch.tensor(self.done[row])}
+        return found if self.one_model else found | self._inner()
 
     def load_shared(self, saved: Mapping[str, Tensor]) -> None:
         """Inverse of `shared_state`; every replica starts from the shared parameters."""
-        self._fill(self.buffers, saved)
+        for name, tensor in self._named(self.buffers).items():
+            tensor.copy_(saved[name])
         for replica in self.replicas:
-            _copy(self.shared, replica.local)
-        if self.one_model:
-            self._load_inner(saved)
+            replica.restart(self.shared)
+        self._load_inner(saved)
 
     def load_worker(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        """Inverse of `worker_state`."""
+        """Inverse of `worker_state`, after `load_shared`."""
         if self.records["loss"].shape[1] != len(saved["loss"]):
             self.begin(len(saved["loss"]))
-        for name in RECORD:
-            self.records[name][row] = saved[name]
         self.done[row] = int(saved["done"])
-        if not self.one_model:
-            self.switch(row)
-            self._fill(self._own(row), saved)
-            self._load_inner(saved)
+        for name, tensor in self._own(row).items():
+            tensor.copy_(saved[name])
+        self._load_inner(saved)
 
-    def _own(self, row: int) -> dict[str, list[Tensor]]:
-        """A worker's buffers; between intervals its parameters are the shared ones."""
-        buffers = self.replicas[row].buffers
-        return {kind: buffers[kind] for kind in buffers if kind != "local" or self.done[row]}
+    def _own(self, row: int) -> dict[str, Tensor]:
+        """Records and buffers of a hosted worker, which is switched in; between intervals its
+        parameters are the shared ones.
+        """
+        found = {name: self.records[name][row] for name in RECORD}
+        if self.one_model:
+            return found
+        self.switch(row)
+        replica = self.replicas[row]
+        own = {"local": replica.local} if self.done[row] else {}
+        return found | self._named(replica.buffers | own)
 
     def _named(self, buffers: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         shapes = [unsharded(tensor).shape for tensor in self.replicas[0].tensors]
@@ -276,41 +283,30 @@ class Workers:
             for name, tensor, shape in zip(self.names, tensors, shapes, strict=True)
         }
 
-    def _fill(self, buffers: Mapping[str, list[Tensor]], saved: Mapping[str, Tensor]) -> None:
-        for kind, tensors in buffers.items():
-            for name, tensor in zip(self.names, tensors, strict=True):
-                value = saved[f"{kind}.{name}"].view(-1)
-                if value.shape != tensor.shape or value.dtype != tensor.dtype:
-                    raise ValueError(f"{kind}.{name} has another shape or dtype")
-                tensor.copy_(value)
-
     def _inner(self) -> dict[str, Tensor]:
         """Optimizer state of the worker that is switched in."""
         found = {}
         for optimizer in self.optimizers:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    number = not isinstance(value, Tensor)
-                    tensor = torch.tensor(value) if number else unsharded(value)
-                    found[f"{'number' if number else 'optimizer'}.{key}.{name}"] = tensor
+                    kind = "optimizer" if isinstance(value, Tensor) else "number"
+                    found[f"{kind}.{key}.{name}"] = unsharded(torch.as_tensor(value))
         return found
 
     def _load_inner(self, saved: Mapping[str, Tensor]) -> None:
         """Inverse of `_inner`; a state has whatever shape its optimizer gave it."""
-        parameters = dict(zip(self.names, self.parameters, strict=True))
-        owner: dict[int, torch.optim.Optimizer] = {}
+        owner: dict[Tensor, torch.optim.Optimizer] = {}
         for optimizer in self.optimizers:
-            optimizer.state.clear()
-            owner |= {id(p): optimizer for group in optimizer.param_groups for p in group["params"]}
+            owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
         for full, value in saved.items():
             if full.startswith(("number.", "optimizer.")):
                 kind, key, name = full.split(".", 2)
-                parameter = parameters[name]
+                parameter = self.parameters[self.names.index(name)]
                 restored: Any = value.item() if kind == "number" else value.to(parameter.device)
                 if hasattr(parameter, "placements") and value.shape == unsharded(parameter).shape:
                     restored = torch.zeros_like(parameter, dtype=value.dtype).detach()
                     unsharded(restored).copy_(value)
-                owner[id(parameter)].state[parameter][key] = restored
+                owner[parameter].state[parameter][key] = restored
 
 
 class LocalUpdate(Workers):
@@ -323,23 +319,17 @@ class LocalUpdate(Workers):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own = self.replicas[0]
-        for _ in self.ranks.hosted[1:]:
-            states: list[Any] = [defaultdict(dict) for _ in self.optimizers]
-            clones = [tensor.clone() for tensor in own.tensors]
-            self.replicas.append(Replica(clones, states, self.worker_buffers))
-        self.buffers = {"shared": [tensor.clone() for tensor in own.local]} | self.buffers
+        self.replicas += [deepcopy(own) for _ in self.ranks.hosted[1:]]
+        self.shared = self.buffers["shared"] = [tensor.clone() for tensor in own.local]
 
     def step(self, row: int, batch: Any, lr: float) -> None:
         """One inner step of a hosted worker on its own batch. No communication."""
         self.switch(row)
         self.set_lr(lr)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss, targets, tokens = self.backward(batch)
-        norm = self._clip()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self._record(row, loss, targets, tokens, norm)
+        sums = self.backward(batch)
+        norm = self._norm()
+        self._update(norm)
+        self._record(row, sums, norm)
 
     def synchronise(self, plan: autoloco.Plan) -> Measured:
         """Average the pseudo-gradients, take the corrected outer step, give every worker the same
@@ -353,17 +343,14 @@ class LocalUpdate(Workers):
         left out, and starts again from the shared parameters with fresh inner states.
         """
         squares = torch.stack([self.pseudo_gradient(row) for row in range(len(self.replicas))])
-        records, norms = self._collect(squares[:, None])
-        include = norms[:, 0].isfinite().tolist()
+        records = self._collect(squares=squares[:, None])
+        norms = records.pop("squares")[:, 0]
+        include = norms.isfinite().tolist()
         excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
-        for row, worker in enumerate(self.ranks.hosted):
-            if worker in excluded:
-                for state in self.replicas[row].states:
-                    state.clear()
-                for name in self.worker_buffers:  # what is not finite would stay so for good
-                    for tensor in self.replicas[row].buffers[name]:
-                        tensor.zero_()
-        mean_square, update_square = self._move(plan, include)
+        for worker, replica in zip(self.ranks.hosted, self.replicas, strict=True):
+            if worker in excluded:  # what is not finite in its buffers would stay so for good
+                replica.restart(self.shared)
+        mean_square, update_square = self._move(plan, include) if any(include) else (math.nan, 0.0)
         drift = float(norms.sum()) / self.ranks.workers
         values = {
             "drift": drift,
@@ -384,14 +371,10 @@ class LocalUpdate(Workers):
             delta = cut(self.replicas[row].local, chunk)
             torch.sub(cut(self.shared, chunk), delta, out=delta)
             squares.append(torch.dot(delta, delta))
-        return _stack(squares).double().sum()
+        return torch.stack(squares).double().sum()
 
     def _move(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
         """Second pass; returns the squared norms of the decoded mean and of the update."""
-        if not any(include):  # nothing to learn from: the interval is discarded
-            for replica in self.replicas:
-                _copy(self.shared, replica.local)
-            return math.nan, 0.0
         step, momentum = self.outer_lr * plan.step_scale, self.buffers["momentum"]
         means, updates = [], []
         for chunk, mean in self.wire.mean([replica.local for replica in self.replicas], include):
@@ -403,7 +386,7 @@ class LocalUpdate(Workers):
             updates.append(torch.dot(update, update))
             for replica in self.replicas:
                 cut(replica.local, chunk).copy_(theta)
-        sums = torch.stack([_stack(means), _stack(updates)]).double().sum(1).cpu()
+        sums = torch.stack([torch.stack(means), torch.stack(updates)]).double().sum(1).cpu()
         # A dot differs in its last bit between kinds of processor and numbers of threads: the first
         # worker's ranks speak for all.
         sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)
@@ -420,9 +403,7 @@ class DataParallel(Workers):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.buffers = {"shared": self.replicas[0].local}
-        self._pending: list[tuple[Tensor, int, int]] = []
-        self._gradients: list[list[Tensor]] = []
+        self._pending: list[Any] = []  # of each worker since the last step: sums, gradients
         self._stop = False
 
     def stop_asked(self) -> bool:
@@ -432,48 +413,42 @@ class DataParallel(Workers):
     def step(self, row: int, batch: Any, lr: float) -> None:
         """Gradient of one hosted worker; after the last one, average, clip and step."""
         self.set_lr(lr)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self._pending.append(self.backward(batch))
-        self._gradients.append([p.grad for p in self.parameters if p.grad is not None])
-        assert len(self._gradients[-1]) == len(self.parameters), "a parameter without a gradient"
+        sums = self.backward(batch)
+        self._pending.append((sums, [local_tensor(p.grad) for p in self.parameters]))
         if row < len(self.ranks.hosted) - 1:
             return
-        hosted = [[local_tensor(g) for g in gradient] for gradient in self._gradients]
-        for chunk, mean in self.wire.mean(hosted, [True] * self.ranks.workers):
-            cut(hosted[-1], chunk).copy_(mean)
-        norm = torch.nn.utils.get_total_norm(self._gradients[-1])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        gradients = [gradient for _, gradient in self._pending]
+        for chunk, mean in self.wire.mean(gradients, [True] * self.ranks.workers):
+            cut(gradients[-1], chunk).copy_(mean)
+        norm = self._norm()
         # One small message a step: the first rank's norm, since a norm's last bit differs between
         # kinds of processor, and whether some rank was asked to stop.
         told = self.ranks.gather(torch.tensor([float(norm), self.ranks.stopping]).double())
         norm, self._stop = told[0, 0].to(norm), bool(told[:, 1].any())
         if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
-            for optimizer in self.optimizers:
-                optimizer.step()
-        for index, (loss, targets, tokens) in enumerate(self._pending):
-            self._record(index, loss, targets, tokens, norm)
-        self._pending, self._gradients = [], []
+            self._update(norm)
+        for index, (sums, _) in enumerate(self._pending):
+            self._record(index, sums, norm)
+        self._pending = []
 
     def synchronise(self, plan: autoloco.Plan) -> Measured:
         """Collect the interval's records. The workers never part: drift 0, coherence 1. A step
         whose gradient was not finite was skipped, and counts against all of them.
         """
-        records, _ = self._collect(torch.zeros(len(self.ranks.hosted), 0, dtype=torch.float64))
+        records = self._collect()
         finite = torch.stack(list(records.values())).isfinite().all(2).all(0).tolist()
         excluded = tuple(worker for worker, whole in enumerate(finite) if not whole)
         self.begin(0)
         return Measured({"drift": 0.0, "coherence": 1.0, "update_norm": 0.0}, records, excluded)
 
 
-def unsharded(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Any) -> Tensor:
     """This rank's elements in their shape: all of a tensor, or its FSDP2 shard."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Any) -> Tensor:
     """This rank's elements of a parameter or gradient, flat."""
     return unsharded(tensor).view(-1)
 
@@ -481,15 +456,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def cut(tensors: Sequence[Tensor], chunk: Chunk) -> Tensor:
     """The elements of a chunk, of the list of flat tensors that was cut."""
     return tensors[chunk.tensor][chunk.start : chunk.stop]
-
-
-def _stack(scalars: list[Tensor]) -> Tensor:
-    return torch.stack(scalars) if scalars else torch.zeros(0)  # a shard may hold nothing
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 # ---------------------------------------------------------------- fixed schedules (E.2)
@@ -534,9 +500,7 @@ def qsr_horizon(alpha: float, lr: float, base_horizon: int, left: int) -> int:
     100
     """
     # Clamped before the conversion: eta may be 0, and a product overflows to inf where ** raises.
-    square = (alpha / lr) * (alpha / lr) if lr > 0 else math.inf
-    if square >= left:
-        return left
+    square = min(left, (alpha / lr) * (alpha / lr) if lr > 0 else math.inf)
     return min(left, max(base_horizon, math.floor(square * (1 + 1e-12))))
 
 
@@ -547,12 +511,9 @@ def qsr_schedule(rules: autoloco.Rules) -> tuple[int, ...]:
     intervals: list[int] = []
     alpha, step = math.sqrt(rules.base_horizon) * rules.lr, 0
     while step < rules.steps:
-        left = rules.steps - step
-        horizon = min(left, rules.base_horizon)
-        if step >= rules.warmup:
-            horizon = qsr_horizon(alpha, autoloco.inner_lr(rules, step), rules.base_horizon, left)
-        intervals.append(horizon)
-        step += horizon
+        lr = autoloco.inner_lr(rules, step) if step >= rules.warmup else rules.lr
+        intervals.append(qsr_horizon(alpha, lr, rules.base_horizon, rules.steps - step))
+        step += intervals[-1]
     return tuple(intervals)
 
 
@@ -582,11 +543,9 @@ def parse_runs(text: str) -> tuple[int, ...]:
     """
     intervals: list[int] = []
     for part in text.replace(",", " ").split():
-        count, _, steps = part.rpartition("x")
-        if not steps.isdecimal() or not (count or "1").isdecimal() or int(steps) < 1:
+        if not re.fullmatch(r"(\d{1,7}x)?0*[1-9]\d*", part):
             raise ValueError(f"--horizons {part}: give STEPS or COUNTxSTEPS, such as 8x500,250")
-        if int(count or "1") > 10**6:  # before a list of that length exists
-            raise ValueError(f"--horizons {part}: at most 10^6 intervals")
+        count, _, steps = part.rpartition("x")
         intervals += [int(steps)] * int(count or "1")
     return tuple(intervals)
 
@@ -612,6 +571,7 @@ class Wire:
         self.parts: list[list[Chunk]] = [[] for _ in range(ranks.groups)]
         for chunk, before in zip(self.chunks, accumulate(sizes, initial=0), strict=False):
             self.parts[before * ranks.groups // self.payload_bytes].append(chunk)
+        self.sizes = [sum(map(codec.nbytes, part)) for part in self.parts]  # of a message, bytes
 
     def mean(
         self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
@@ -625,78 +585,59 @@ class Wire:
         chunk in order with the decoded mean, (n,) fp32, which the caller may change; `hosted` is
         overwritten where that saves a copy.
         """
-        groups, size = range(self.ranks.groups), self._bytes(self.me)
-        others = [group for group in groups if group != self.me]
-        sent = {
-            group: torch.stack([self._encode(group, tensors) for tensors in hosted])
-            for group in others
-        }
-        received: dict[int, Any] = {group: self._empty(len(hosted), size) for group in others}
-        self.ranks.exchange(sent, received)
-        del sent
-        received[self.me] = hosted  # of each worker, in order: its tensors here, or its bytes
-        rows = zip([row for group in groups for row in received[group]], include, strict=True)
-        own = zip(
-            self.parts[self.me], self._average([row for row, counts in rows if counts]), strict=True
-        )
-        if not others:  # nothing travels, so no message is made
-            yield from ((chunk, self.round_trip(chunk, mean)) for chunk, mean in own)
+        own, means = self.parts[self.me], self._means(hosted, include)
+        if self.ranks.groups == 1:  # nothing travels, so no message is made
+            yield from zip(own, map(self.round_trip, own, means), strict=True)
             return
-        mine = self._empty(size)
-        for (chunk, mean), slot in zip(own, self._slots(self.me, mine), strict=True):
-            self.codec.encode(mean, chunk.block, slot)
-        del own, received
-        means = {group: self._empty(self._bytes(group)) for group in others}
-        self.ranks.exchange(dict.fromkeys(others, mine), means)
-        means[self.me] = mine
+        mine = self._encode(own, means)
+        others = {group: mine for group in range(self.ranks.groups) if group != self.me}
+        messages = self.ranks.exchange(others, self.sizes) | {self.me: mine}
         for group, part in enumerate(self.parts):
-            for chunk, slot in zip(part, self._slots(group, means[group]), strict=True):
-                yield chunk, self._decode(chunk, slot)
+            yield from zip(part, self._decode(part, messages[group]), strict=True)
 
-    def _bytes(self, group: int) -> int:
-        return sum(map(self.codec.nbytes, self.parts[group]))
+    def _means(
+        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
+    ) -> Iterator[Tensor]:
+        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
+        it does not depend on the layout.
+        """
+        own, here, groups = self.parts[self.me], len(hosted), self.ranks.groups
+        sends = {
+            group: self._encode(part * here, [cut(row, chunk) for row in hosted for chunk in part])
+            for group, part in enumerate(self.parts)
+            if group != self.me
+        }
+        found = self.ranks.exchange(sends, [here * self.sizes[self.me]] * groups)
+        del sends
+        # Of each worker its decoded chunks, one after the other.
+        rows = [self._decode(own, row) for message in found.values() for row in message.chunk(here)]
+        at = self.me * here  # the own workers stand between those of other ranks
+        rows[at:at] = [map(self.round_trip, own, [cut(t, chunk) for chunk in own]) for t in hosted]
+        rows = list(compress(rows, include))
+        for total in rows[0]:
+            for row in rows[1:]:
+                total.add_(next(row))
+            yield total.div_(len(rows)) if len(rows) > 1 else total
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.uint8, device=self.ranks.device)
-
-    def _slots(self, group: int, message: Tensor) -> Sequence[Tensor]:
-        """Where the encodings of a group's chunks stand in its message."""
-        return message.split([self.codec.nbytes(chunk) for chunk in self.parts[group]])
-
-    def _encode(self, group: int, tensors: Sequence[Tensor]) -> Tensor:
-        message = self._empty(self._bytes(group))
-        for chunk, slot in zip(self.parts[group], self._slots(group, message), strict=True):
-            self.codec.encode(cut(tensors, chunk), chunk.block, slot)
+    def _encode(self, chunks: Sequence[Chunk], sources: Iterable[Tensor]) -> Tensor:
+        """One message: the encodings of the chunks, one after the other."""
+        sizes = [self.codec.nbytes(chunk) for chunk in chunks]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=self.ranks.device)
+        for chunk, source, slot in zip(chunks, sources, message.split(sizes), strict=True):
+            self.codec.encode(source, chunk.block, slot)
         return message
 
-    def _decode(self, chunk: Chunk, slot: Tensor) -> Tensor:
-        out = torch.empty(chunk.stop - chunk.start, device=self.ranks.device)
-        return self.codec.decode(slot, chunk.block, out)
+    def _decode(self, chunks: Sequence[Chunk], message: Tensor) -> Iterator[Tensor]:
+        slots = message.split([self.codec.nbytes(chunk) for chunk in chunks])
+        for chunk, slot in zip(chunks, slots, strict=True):
+            out = torch.empty(chunk.stop - chunk.start, device=message.device)
+            yield self.codec.decode(slot, chunk.block, out)
 
     def round_trip(self, chunk: Chunk, source: Tensor) -> Tensor:
         """decode(encode(source)), what the other side would see."""
         if self.codec.name == "fp32":
             return source
-        slot = self._empty(self.codec.nbytes(chunk))
-        self.codec.encode(source, chunk.block, slot)
-        return self._decode(chunk, slot)
-
-    def _average(self, rows: Sequence[Any]) -> Iterator[Tensor]:
-        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
-        it does not depend on the layout.
-        """
-        part = self.parts[self.me]
-        slots = [self._slots(self.me, row) if isinstance(row, Tensor) else None for row in rows]
-        for index, chunk in enumerate(part):
-            total = None
-            for row, encoded in zip(rows, slots, strict=True):
-                if encoded is None:
-                    source = self.round_trip(chunk, cut(row, chunk))
-                else:
-                    source = self._decode(chunk, encoded[index])
-                total = source if total is None else total.add_(source)
-            assert total is not None, "at least one worker is included"
-            yield total.div_(len(rows)) if len(rows) > 1 else total
+        return next(self._decode([chunk], self._encode([chunk], [source])))
 
 
 # ---------------------------------------------------------------- ranks
@@ -739,9 +680,8 @@ class Ranks:
     @property
     def hosted(self) -> range:
         """The workers of this rank, in worker order."""
-        per_rank = self.workers // self.groups
-        first = self.rank // self.ranks_per_worker * per_rank
-        return range(first, first + per_rank)
+        per_rank, group = self.workers // self.groups, self.rank // self.ranks_per_worker
+        return range(group * per_rank, (group + 1) * per_rank)
 
     def gather(self, values: Tensor) -> Tensor:
         """Every rank's vector, (world, n) in rank order: the only scalars that travel.
@@ -765,18 +705,11 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """The first rank's small object, on every rank."""
-        found = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        return found[0]
+        return self.gather_objects(value)[0]
 
-    def any(self, flag: bool, shards: bool = False) -> bool:
-        """Whether the flag is set on some rank, or on some shard of this rank's worker."""
-        if self.world == 1 or (shards and self.shard_group is None):
-            return flag
-        seen = torch.tensor(int(flag))
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.shard_group if shards else None)
-        return bool(seen)
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return any(self.gather_objects(flag))
 
     def agree(self, facts: Mapping[str, Any], error: type[Exception], apart: int = 1) -> None:
         """Compare what must be the same on all ranks, or on every `apart`-th; the error names what
@@ -789,26 +722,22 @@ class Ranks:
                     words = f"rank {rank} has {own.get(name)}, rank {rank % apart} has {value}"
                     raise error(f"{name}: {words}")
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """One message to and from each other group's rank of the same shard, all at once.
-
-        Contiguous tensors, the received ones are written. Where the wire is on the CPU and the
-        tensors are not, they are staged.
+    def exchange(self, sends: Mapping[int, Tensor], sizes: Sequence[int]) -> dict[int, Tensor]:
+        """One message of bytes to, and one of `sizes[group]` bytes from, each other group's rank of
+        the same shard, all at once; staged where the wire is on the CPU and the device is not.
         """
-        S, wire = self.ranks_per_worker, self.wire_device
-        staged = {group: target.to(wire) for group, target in receives.items()}
+        wire, S = self.wire_device, self.ranks_per_worker
+        found = {g: torch.empty(sizes[g], dtype=torch.uint8, device=wire) for g in sends}
         operations = [
             dist.P2POp(call, tensor.to(wire), group * S + self.shard)
-            for call, tensors in ((dist.irecv, staged), (dist.isend, sends))
+            for call, tensors in ((dist.irecv, found), (dist.isend, sends))
             for group, tensor in tensors.items()
             if tensor.numel()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        self.bytes_sent += sum(t.numel() * t.element_size() for t in sends.values())
-        for group, target in receives.items():
-            if staged[group] is not target:
-                target.copy_(staged[group])
+        self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
+        return {group: tensor.to(self.device) for group, tensor in found.items()}
 
     def watch(self, store: Any) -> None:
         """Tell the other ranks of a signal that came to this one, and hear of theirs: one look a
@@ -816,13 +745,11 @@ class Ranks:
         """
 
         def look() -> None:
-            while not self._leaving.wait(1.0):
-                try:
+            with suppress(RuntimeError):  # the next collective says what was lost
+                while not self._leaving.wait(1.0):
                     if self.stopping:
                         return store.set("stop", "")
                     self.stopping = store.check(["stop"])
-                except RuntimeError:
-                    return  # the next collective says what was lost
 
         self._watch = threading.Thread(target=look, daemon=True)
         self._watch.start()
@@ -839,31 +766,28 @@ class Ranks:
 def launched_ranks() -> tuple[int, int, int, int]:
     """Rank, world, local rank and local world of torchrun; 0, 1, 0, 1 under plain python."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    given = [os.environ.get(name) or default for name, default in zip(names, "0101", strict=True)]
-    if not all(value.isdecimal() for value in given) or int(given[0]) >= int(given[1]):
-        words = " ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        raise ValueError(f"{words}: no rank of a launch; unset them, or start with torchrun")
+    given = (os.environ.get(name) or default for name, default in zip(names, "0101", strict=True))
     rank, world, local, local_world = map(int, given)
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} WORLD_SIZE={world}: unset them, or start with torchrun")
     return rank, world, local, local_world
 
 
 def cores() -> int:
     """Processor cores that this process may use; macOS cannot say which."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    limited = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
 
 
-def keep_freed_memory(keep: bool = True) -> bool:
-    """Let glibc reuse what is freed, rather than return it to the system and ask again; returns
-    whether this is glibc, and did so. Fresh pages cost a step on a CPU up to 9 % (`bench step`).
+def keep_freed_memory(keep: bool = True) -> None:
+    """Let glibc reuse what is freed, rather than return it to the system and ask again: fresh pages
+    cost a step on a CPU up to 9 % (`bench step`).
     """
-    try:
-        set_option = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another system, or another library
-        return False
     mapped, trimmed = (0, 2**31 - 1) if keep else (65_536, 131_072)
-    return bool(set_option(-4, mapped) and set_option(-1, trimmed))  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    with suppress(OSError, AttributeError):  # another system, or another library
+        set_option = ctypes.CDLL("libc.so.6").mallopt
+        set_option(-4, mapped)  # M_MMAP_MAX
+        set_option(-1, trimmed)  # M_TRIM_THRESHOLD
 
 
 def lost(error: BaseException) -> bool:
@@ -888,21 +812,18 @@ def connect(
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    threads = torch.get_num_threads()
+    else:
+        keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, cores() // local_world)
-        torch.set_num_threads(threads)
-    ranks = Ranks(rank, world, workers, ranks_per_worker, device)
+        torch.set_num_threads(max(1, cores() // local_world))
+    threads = torch.get_num_threads()
     words = f"{device.type}, {threads} thread{'s' * (threads > 1)} a rank"
-    if not gpus and keep_freed_memory():
-        words += ", freed memory kept"
+    ranks = Ranks(rank, world, workers, ranks_per_worker, device)
     if world == 1:
         return ranks, words
     store, own_gpu = _meet(rank, world, device, timeout_minutes)
     if gpus and not own_gpu and ranks_per_worker > 1:
-        raise ValueError(
-            f"--ranks-per-worker {ranks_per_worker}: ranks share GPUs, and FSDP2 needs one for each"
-        )
+        raise ValueError("--ranks-per-worker above 1: FSDP2 needs a GPU for every rank")
     backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -924,7 +845,6 @@ def _meet(rank: int, world: int, device: torch.device, minutes: float) -> tuple[
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     waiting = f"rank {rank} waits for {world} ranks at {where} (RANK and WORLD_SIZE are set)"
     timer = threading.Timer(5.0, print, (waiting,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     timer.start()
     try:
         store, _, _ = next(iter(dist.rendezvous(place, rank, world, timeout=joining)))
@@ -933,16 +853,15 @@ def _meet(rank: int, world: int, device: torch.device, minutes: float) -> tuple[
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"autoloco-{attempt}", store)
         gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-        store.set(f"here/{rank}", f"{socket.gethostname()} {gpu}")
+        store.set(f"here/{rank}", str(gpu))
         keys = [f"here/{other}" for other in range(world)]
         store.wait(keys, joining)
-        seen = [store.get(key) for key in keys]
         store.set_timeout(timedelta(minutes=minutes))
     except (dist.DistError, ValueError) as error:
         raise Failure(f"no meeting at {where} ({str(error).splitlines()[0]})") from None
     finally:
         timer.cancel()
-    return store, device.type == "cuda" and len(set(seen)) == world
+    return store, len(set(map(store.get, keys))) == world
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -142,19 +142,14 @@ def save_tokenizer(tokenizer: data.Tokenizer, folder: Path, chat: bool) -> None:
 
 
 def tasks(
-    run: Path,
-    names: Sequence[str],
-    task_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    allow_code: bool = False,
+    run: Path, names: Sequence[str], task_path: Path | None, allow_code: bool, **options: Any
 ) -> list[dict[str, Any]]:
     """Downstream tasks (E.3) by lm-evaluation-harness on the exported run, into RUN/tasks.json.
 
     The summary of the paper says "few-shot settings" without numbers, so each task keeps the
     library's: ifeval 0, mmlu_pro 5, bbh 3 with chains of thought, humaneval_plus 0. A fine-tuned
-    run is asked in the chat format. Returns a row a metric; a group speaks for its tasks. Rows of
-    this checkpoint's other tasks stay in the file.
+    run is asked in the chat format. `options` are the library's: limit, batch_size. Returns a row a
+    metric; a group speaks for its tasks. Rows of this checkpoint's other tasks stay in the file.
     """
     config, chat = train.load_config(run), train.read_facts(run)["data"]["chat"]
     file, checkpoint = run / "tasks.json", train.find_checkpoint(run).name
@@ -165,9 +160,8 @@ def tasks(
 
     os.environ["HF_ALLOW_CODE_EVAL"] = str(int(allow_code))  # the metric of HumanEval asks for it
     manager: Any = TaskManager(include_path=task_path)
-    for name in names:
-        if name not in manager.all_tasks:
-            raise ValueError(f"--tasks {name}: is not in lm_eval {lm_eval.__version__}'s tasks")
+    if unknown := set(names) - set(manager.all_tasks):
+        raise ValueError(f"--tasks {min(unknown)}: is not in lm_eval {lm_eval.__version__}'s tasks")
     with tempfile.TemporaryDirectory() as folder:
         export(run, Path(folder))
         dtype = "bfloat16" if config.dtype == "bf16" else "float32"
@@ -176,17 +170,17 @@ def tasks(
                 *("hf", {"pretrained": folder, "dtype": dtype}, list(names)),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 task_manager=manager,
-                limit=limit,
-                batch_size=batch_size,
                 bootstrap_iters=1000,  # of metrics that are no means: no closed form of the error
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
                 confirm_run_unsafe_code=allow_code,
+                **options,
             )
         except Exception as error:  # all that a task file and its data can do wrong
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"--tasks {','.join(names)}: {reason}") from error
-    about = {"limit": limit, "chat": chat, "checkpoint": checkpoint, "lm_eval": lm_eval.__version__}
+    about = {"limit": options["limit"], "chat": chat, "checkpoint": checkpoint}
+    about["lm_eval"] = lm_eval.__version__
     parts = {part for group in found.get("groups", {}) for part in found["group_subtasks"][group]}
     rows = []
     for task, values in found["results"].items():
@@ -294,11 +288,9 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """A run's records; it need not be finished."""
-    config, metrics = train.load_config(path), train.read_rows(path / "metrics.jsonl")
-    _, log, warning = autoloco.read_log(str(path / "intervals.jsonl"))
-    if warning:
-        print(warning, file=sys.stderr)
-    intervals = [row for row in log if "rules" not in row]  # without those of an extended run
+    config = train.load_config(path)
+    metrics, log = (train.read_rows(path / f"{name}.jsonl") for name in train.LOGS)
+    intervals = [row for row in log if "rules" not in row]  # without the headers
     if not metrics or not intervals:
         raise ValueError(f"{path}: has not synchronised once")
     files = path / "summary.json", path / "tasks.json"
@@ -326,20 +318,16 @@ def spread(values: Sequence[Any], sign: str = "") -> str:
 
 def by_arm(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows that differ only in their seed, in the order of their first."""
-    rows = list(rows)
-    return {
-        arm: [r for r in rows if r["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in rows)
-    }
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        arms.setdefault(row["arm"], []).append(row)
+    return arms
 
 
-def paired(
-    group: Sequence[dict[str, Any]],
-    base: Sequence[dict[str, Any]],
-    loss: Callable[[dict[str, Any]], float | None] = lambda row: row["val_loss"],
-) -> list[float]:
-    """Differences of a loss to the base's run of the same seed; negative is better."""
-    other = {row["seed"]: loss(row) for row in base}
-    pairs = [(loss(row), other[row["seed"]]) for row in group if row["seed"] in other]
+def paired(group: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> list[float]:
+    """Validation loss minus that of the base's run of the same seed; negative is better."""
+    other = {row["seed"]: row["val_loss"] for row in base}
+    pairs = [(row["val_loss"], other.get(row["seed"])) for row in group]
     return [one - two for one, two in pairs if one is not None and two is not None]
 
 
@@ -351,18 +339,17 @@ def results(rows: Sequence[dict[str, Any]]) -> str:
         differences = paired(group, arms.get(against or "", [])) if against != name else []
         below = sum(difference < 0 for difference in differences)
         counts = sorted({row["synchronisations"] for row in group})
-        lines.append(
-            (
-                name,
-                len(group),
-                *(spread([row[key] for row in group]) for key in ("train_loss", "val_loss")),
-                spread(differences, "+"),
-                f"{below} of {len(differences)}" if differences else "-",
-                " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))),
-                f"{statistics.fmean(row['payload_bytes'] for row in group) / 1e6:,.1f} MB",
-                "-" if None in shares else train.saved_words(statistics.fmean(shares)),
-            )
+        cells = (
+            name,
+            len(group),
+            *(spread([row[key] for row in group]) for key in ("train_loss", "val_loss")),
+            spread(differences, "+"),
+            f"{below} of {len(differences)}" if differences else "-",
+            " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))),
+            f"{statistics.fmean(row['payload_bytes'] for row in group) / 1e6:,.1f} MB",
+            "-" if None in shares else train.saved_words(statistics.fmean(shares)),
         )
+        lines.append(cells)
     head = "arm | seeds | train loss | val loss | difference | below | syncs | payload"
     return table(f"{head} | against DiLoCo", lines)
 
@@ -406,37 +393,31 @@ def report(runs: Sequence[Run]) -> str:
 
 # ---------------------------------------------------------------- plots
 
-COLOURS = {"autoloco": "C3", "diloco": "C0", "linear": "C2", "qsr": "C4", "ddp": "0.35"}
 
-
-def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """loss.png: loss against steps and payload; controller-RUN.png of each controlled run."""
+def draw(runs: Sequence[Run], folder: Path) -> None:
+    """Writes loss.png, and controller-RUN.png of each run with a controller."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {folder / "loss.png": loss_figure(runs)}
-    for one in runs:
-        if one.intervals[0]["phase"] != "fixed":
-            drawn[folder / f"controller-{one.path.name}.png"] = controller_figure(one)
-    for file, figure in drawn.items():
-        figure.savefig(file, dpi=120)
-    return list(drawn)
+    controlled = [one for one in runs if one.intervals[0]["phase"] != "fixed"]
+    figures = {f"controller-{one.path.name}": controller_figure(one) for one in controlled}
+    for name, figure in ({"loss": loss_figure(runs)} | figures).items():
+        figure.savefig(folder / f"{name}.png", dpi=120)
+        print(f"wrote {folder / f'{name}.png'}")
 
 
 def loss_figure(runs: Sequence[Run]) -> Figure:
-    """A colour a method; of its arms, each in its own style."""
+    """A colour an arm: left against steps, right against payload."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names, late, sent = labels(runs)[0], [], []
+    colours = {arm: f"C{at}" for at, arm in enumerate(names)}
     for one in runs:
-        method, losses = one.config.method, one.smoothed
-        alike = list(dict.fromkeys(r.arm for r in runs if r.config.method == method))
-        style = ("-", "--", ":", "-.")[alike.index(one.arm) % 4]
-        line: dict[str, Any] = {"color": COLOURS.get(method, "C5"), "ls": style, "lw": 1.3}
-        left.plot(range(1, 1 + len(losses)), losses, label=names.pop(one.arm, None), **line)
-        left.plot([*one.validated], [*one.validated.values()], "o", ms=5, color=line["color"])
+        losses, look = one.smoothed, {"color": colours[one.arm], "lw": 1.3, "ms": 5}
+        left.plot(range(1, 1 + len(losses)), losses, label=names.pop(one.arm, None), **look)
+        left.plot([*one.validated], [*one.validated.values()], "o", **look)
         payload = list(accumulate(row["payload_bytes"] / 1e6 for row in one.intervals))
-        right.plot(payload, [losses[row["step"] - 1] for row in one.intervals], **line)
+        right.plot(payload, [losses[row["step"] - 1] for row in one.intervals], **look)
         late += [value for value in losses[len(losses) // 10 :] if value == value]
-        sent += [payload[-1]] if method != "ddp" else []
+        sent += [payload[-1]] if one.config.method != "ddp" else []
     left.set(xlabel="step", ylabel="loss, nats a token", title="training; dots: validation")
     left.set_ylim(top=max(late, default=None))  # without the fall of the first steps
     left.legend(fontsize=8)
@@ -488,8 +469,8 @@ def main(argv: list[str]) -> int:
         elif called == "report":
             runs = [read_run(path) for path in dict.fromkeys(run)]
             print(report(runs), end="")
-            for path in draw(runs, given["out"]) if given["out"] else ():
-                print(f"wrote {path}")
+            if given["out"]:
+                draw(runs, given["out"])
     except (ValueError, OSError, ImportError) as error:
         need = f"; pip install transformers, '{HARNESS}'" if isinstance(error, ImportError) else ""
         print(f"eval.py: {error}{need}", file=sys.stderr)

@@ -13,7 +13,7 @@ key-value heads, V vocabulary, n rows of a chunk.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ IGNORE = -100  # target of a position that does not count
 LARGE_VOCABULARY = 4096  # tokens; above it the loss is chunked
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}  # logits that the chunked loss holds at once
 CACHE_BYTES = 2**21  # of them, what passes through the softmax together on a CPU
-MOST = 2**24  # of each count in a shape; beyond it a damaged file would exhaust the memory
+# What a shape may hold, by type: a damaged file's counts would exhaust the memory.
+RANGES = {bool: ((bool,), 0, 1), int: ((int,), 1, 2**24), float: ((int, float), 1e-30, 1e30)}
 # What a damaged file can do to the code that reads it.
-WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,13 @@ class ModelConfig:
         """Raises ValueError where the numbers do not make a model."""
         if isinstance(self.rope_scaling, dict):  # from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        for name, kind in ModelConfig.__annotations__.items():
-            value = getattr(self, name)
-            if kind is bool and type(value) is not bool:
-                raise ValueError(f"{name} is {value!r}, neither true nor false")
-            if kind is int and (type(value) is not int or not 1 <= value <= MOST):
-                raise ValueError(f"{name} is {value!r}, no whole number from 1 to {MOST:,}")
-        stretching = astuple(self.rope_scaling) if self.rope_scaling else ()
-        for value in (self.rope_theta, self.norm_eps, *stretching):
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"rope_theta, its scaling or norm_eps is {value!r}, not above 0")
+        for shape in filter(None, (self, self.rope_scaling)):
+            for name, kind in type(shape).__annotations__.items():
+                if kind in RANGES:
+                    value, (types, least, most) = getattr(shape, name), RANGES[kind]
+                    if type(value) not in types or not least <= value <= most:
+                        words = f"no {kind.__name__} from {least:,} to {most:,}"
+                        raise ValueError(f"{name} is {value!r}, {words}")
         if self.width % (2 * self.heads):  # rotary turns pairs
             raise ValueError(f"width {self.width} does not give {self.heads} heads of even width")
         if self.heads % self.kv_heads:
@@ -118,8 +116,7 @@ def rotary_tables(config: ModelConfig, length: int, device: torch.device) -> tup
     """
     exponent = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent  # (D/2,)
-    if config.rope_scaling is not None:
-        rope = config.rope_scaling
+    if rope := config.rope_scaling:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -145,12 +142,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.type_as(x), eps)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal grouped-query attention: q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D)."""
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
 class Block(nn.Module):
     """One layer: attention, then SwiGLU, each of the normed stream and added to it."""
 
@@ -172,7 +163,8 @@ class Block(nn.Module):
         # Queries and keys turn together. Unlike slices, split has a backward without zero fills.
         qk, v = F.linear(normed, self.qkv).view(B, T, H + 2 * G, -1).split((H + G, G), 2)
         q, k = rotate(qk, cos, sin).type_as(v).transpose(1, 2).split((H, G), 1)
-        mixed = attention(q, k, v.transpose(1, 2))  # (B, H, T, D)
+        v = v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != G)
         x = x + F.linear(mixed.transpose(1, 2).reshape(B, T, C), self.out)
 
         normed = rms_norm(x, self.mlp_norm, self.config.norm_eps)
@@ -427,21 +419,17 @@ def _config(raw: dict[str, Any]) -> ModelConfig:
     raw = {key: value for key, value in raw.items() if value is not None}
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
-    for key, value, supported in (
-        ("model_type", raw.get("model_type"), "llama"),
-        ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", raw.get("attention_bias", False), False),
-        ("mlp_bias", raw.get("mlp_bias", False), False),
-        ("rope_type", rope_type, "default" if rope_type == "default" else "llama3"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1),
-        ("head_dim", raw.get("head_dim", head_dim), head_dim),
-    ):
-        if value != supported:
-            raise ValueError(f"{key} is {value!r}, but only {supported!r} is supported")
+    raw |= rope | {"rope_type": rope_type}
+    only = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    only["rope_type"] = "default" if rope_type == "default" else "llama3"
+    only["partial_rotary_factor"] = 1
+    only["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
+    for key, supported in only.items():
+        if raw.get(key, supported) != supported:
+            raise ValueError(f"{key} is {raw[key]!r}, but only {supported!r} is supported")
     # transformers' defaults, where a key is absent
     raw = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0} | raw
-    raw = {"num_key_value_heads": raw["num_attention_heads"]} | raw | rope
+    raw = {"num_key_value_heads": raw["num_attention_heads"]} | raw
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(*(rope[field.name] for field in fields(RopeScaling)))
@@ -456,8 +444,7 @@ def read_weights(
     Full CPU tensors: with `assign`, a rank that keeps a shard of an 8B model never holds it whole.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    sharded = index.exists() and not single.exists()
-    shards = _read(index, _shards) if sharded else [single]
+    shards = _read(index, _shards) if index.exists() and not single.exists() else [single]
     files: dict[str, tuple[Path, Any]] = {}
     for shard in shards:
         file = _read(shard, lambda shard: safe_open(shard, framework="pt"))
@@ -465,7 +452,7 @@ def read_weights(
 
     layout, shapes = hf_layout(config), parameter_shapes(config)
     known = {hf for parts in layout.values() for hf, _ in parts}
-    known.add("lm_head.weight")  # some files repeat a tied head
+    known |= {"lm_head.weight"}  # some files repeat a tied head
     for hf, (shard, _) in files.items():
         if hf not in known and not hf.endswith(".rotary_emb.inv_freq"):  # in old files
             raise ValueError(f"{shard}: {hf} has no place in this model")
@@ -473,22 +460,17 @@ def read_weights(
         tensors = []
         for hf, rows in layout[own]:
             if hf not in files:
-                raise ValueError(f"{index if sharded else single}: no tensor {hf}")
+                raise ValueError(f"{folder}: no tensor {hf}")
             shard, file = files[hf]
-            tensors.append(file.get_tensor(hf))
-            check_tensor(shard, hf, tensors[-1], (rows, *full[1:]))
+            tensor, shape = file.get_tensor(hf), (rows, *full[1:])
+            if tensor.shape != shape:
+                raise ValueError(f"{shard}: {hf} is {tuple(tensor.shape)}, not {shape}")
+            if not tensor.is_floating_point() or tensor.itemsize < 2:
+                raise ValueError(f"{shard}: {hf} is {tensor.dtype}, not floats of 16 to 64 bits")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{shard}: {hf} has values that are not finite")
+            tensors.append(tensor)
         yield own, torch.cat(tensors).to(dtype)  # cat copies, so that no file stays mapped
-
-
-def check_tensor(file: Path, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    """Refuses a tensor of another shape, without floats, or not finite: ValueError names it."""
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(f"{file}: {name} is {tuple(tensor.shape)}, not {tuple(shape)}")
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise ValueError(f"{file}: {name} is {tensor.dtype}, not floats of 16, 32 or 64 bits")
-    # What is not finite is, or makes, the smallest or the largest value.
-    if tensor.numel() and not all(torch.isfinite(end) for end in tensor.aminmax()):
-        raise ValueError(f"{file}: {name} has values that are not finite")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -499,7 +481,5 @@ def _shards(index: Path) -> list[Path]:
 def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
     try:
         return reader(file)
-    except KeyError as error:
-        raise ValueError(f"{file}: {error} is missing") from None
-    except (OSError, RecursionError, SafetensorError, *WRONG) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+    except (OSError, SafetensorError, *WRONG) as error:
+        raise ValueError(f"{file}: cannot be read: {error!r}") from None

@@ -19,13 +19,10 @@ import sys
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes on waiting are not for users
 if __name__ == "__main__":  # what torch's import, which takes seconds, must not miss
-    if sys.platform == "win32":
-        sys.exit("train.py: Windows is not supported; use WSL")
     for number in (signal.SIGINT, signal.SIGTERM):  # the shell or torchrun says that it came
         signal.signal(number, signal.SIG_DFL)
 
 import argparse
-import difflib
 import fcntl
 import hashlib
 import json
@@ -36,6 +33,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -60,41 +58,41 @@ Scores = dict[str, float]
 # ---------------------------------------------------------------- the algorithm box (B.5)
 
 
-def train(run: Run, ranks: diloco.Ranks, workers: diloco.Workers, source: data.Source) -> bool:
+def train(run: Run, workers: diloco.Workers, source: data.Source) -> bool:
     """Plan, local phase, synchronise, decide. False: a signal came, and all is saved."""
-    rules = run.config.rules
+    rules, ranks = run.config.rules, run.ranks
     while run.state.step < rules.steps:
         # The first rank's plan, so that no library's last bit parts the ranks: H_t, rho, mu, kappa.
         plan = ranks.share(autoloco.plan(rules, run.state))
-        run.starts()
         if not any(workers.done):
             workers.begin(plan.steps)
-        for step in range(plan.step + min(workers.done), plan.step + plan.steps):
-            if workers.stop_asked():
-                break
-            lr = autoloco.inner_lr(rules, step)  # eta(s)
-            for index, worker in enumerate(ranks.hosted):
-                if workers.done[index] <= step - plan.step:  # ahead only after a resume
-                    workers.step(index, source.batch(worker, step), lr)  # nothing travels
-            run.show(step + 1, plan)
-        run.local_phase_ends()
+        with run.counting("local_seconds"):
+            for step in range(plan.step + min(workers.done), plan.step + plan.steps):
+                if workers.stop_asked():
+                    break
+                lr = autoloco.inner_lr(rules, step)  # eta(s)
+                for index, worker in enumerate(ranks.hosted):
+                    if workers.done[index] <= step - plan.step:  # ahead only after a resume
+                        workers.step(index, source.batch(worker, step), lr)  # nothing travels
+                run.show(plan)
         if ranks.any(ranks.stopping):  # ALL RANKS: one reduction ends every local phase
-            save_checkpoint(run, ranks, workers)
+            save_checkpoint(run, workers)
             return False
-        measured = workers.synchronise(plan)  # Delta_k, D_t, C_t; theta, m
+        with run.counting("sync_seconds"):
+            measured = workers.synchronise(plan)  # Delta_k, D_t, C_t; theta, m
+            # ALL RANKS: the same weights, or the run is no longer one.
+            bits = f"{diloco.checksum(workers.shared):016x}"
+            ranks.agree({"shared parameters": bits}, diloco.Failure, ranks.ranks_per_worker)
         seen = autoloco.observe(rules, plan, measured.values, measured.tokens)
         run.state, decision = autoloco.complete(rules, run.state, plan, seen)
-        # ALL RANKS: the same weights, or the run is no longer one.
-        bits = f"{diloco.checksum(workers.shared):016x}"
-        ranks.agree({"shared parameters": bits}, diloco.Failure, ranks.ranks_per_worker)
         row = autoloco.record(plan, seen, run.state.mapper, decision) | measured.values
         last = run.state.step == rules.steps
         every = run.config.eval_every
         score = every and plan.interval % every == 0 and not last
         found = validate(workers.model, source, ranks, run.config.dtype) if score else {}
         run.log(plan, measured, row | {"checksum": bits}, found)
-        if last or (plan.interval % run.config.checkpoint_every == 0 and not run.bad):
-            save_checkpoint(run, ranks, workers)
+        if last or (plan.interval % run.config.checkpoint_every == 0 and not measured.excluded):
+            save_checkpoint(run, workers)
     return True
 
 
@@ -183,7 +181,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 NEEDS: dict[str, Callable[[Config], bool]] = {
     "--dry-run": lambda config: config.dry_run,
     "a controller": lambda config: config.rules.sequence is None,
-    "a method whose outer step is corrected": lambda config: config.corrected,
+    "a method whose outer step is corrected": lambda config: not METHODS[config.method].schedule,
     "a method that synchronises pseudo-gradients": lambda config: config.method != "ddp",
     "initial weights that are drawn": lambda config: not config.init_from,
 }
@@ -252,7 +250,7 @@ class Config:
     timeout_minutes: float = knob(30.0, "of any wait for a rank", least=1e-3, most=1e6, free=True)
     wandb: str = knob("", "project of Weights & Biases that gets the logs too", free=True)
     resume: bool = knob(False, "continue runs/NAME from its latest checkpoint", free=True)
-    overwrite: bool = knob(False, "delete the run that runs/NAME holds", free=True)
+    overwrite: bool = knob(False, "delete the run that runs/NAME holds")
 
     dry_run: bool = knob(False, "print schedule, memory and cost", group="without training")
     json: bool = knob(False, "the last line is a JSON object", needs=DRY)
@@ -265,30 +263,18 @@ class Config:
         """Check every value; nothing exists yet that a mistake could damage."""
         for one in fields(self):
             value, about = getattr(self, one.name), one.metadata
-            if value not in about.get("choices", [value]):
-                raise ValueError(f"{flag(one.name)} {unknown(value, about['choices'])}")
             least, most = about.get("least", -math.inf), about.get("most", 10**9)
             if isinstance(value, int | float) and not least <= value <= most:
                 raise ValueError(f"{flag(one.name)} {value}: from {least:g} to {most:g}")
-        if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.run_name):
+        if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.name or "default"):
             raise ValueError(f"--name {self.name}: up to 200 letters, digits, '.', '_' and '-'")
         self.rules  # noqa: B018  its checks name the flags
         self.replaced_verdicts  # noqa: B018
 
     @property
-    def run_name(self) -> str:
-        """Name of the run folder."""
-        return self.name or f"{self.recipe}-{self.method}-{self.seed}"
-
-    @property
     def folder(self) -> Path:
         """The run folder."""
-        return Path("runs") / self.run_name
-
-    @property
-    def corrected(self) -> bool:
-        """Whether the outer step follows rho: where a controller chooses the intervals."""
-        return METHODS[self.method].schedule is None
+        return Path("runs", self.name or f"{self.recipe}-{self.method}-{self.seed}")
 
     @cached_property
     def shape(self) -> ModelConfig:
@@ -301,11 +287,10 @@ class Config:
     @cached_property
     def rules(self) -> autoloco.Rules:
         """The paper's constants of this run."""
-        shared = {one.name for one in fields(autoloco.Rules)} & {one.name for one in fields(self)}
-        known: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        method = METHODS[self.method]
+        method, own = METHODS[self.method], asdict(self)
+        known = {one.name: own[one.name] for one in fields(autoloco.Rules) if one.name in own}
         known["controller"] = method.controller
-        if not self.corrected:
+        if method.schedule:  # the outer step follows rho where a controller chooses the intervals
             known |= {"normalise": False, "adjust_momentum": False, "scale_step": False}
         try:
             if self.horizons and self.method != "ddp":
@@ -323,10 +308,9 @@ class Config:
         verdicts = {}
         for part in filter(None, self.verdicts.split(",")):
             interval, _, verdict = part.partition("=")
-            if not interval.strip().isdecimal() or int(interval) < 1:
-                raise ValueError(f"--verdicts {part}: give INTERVAL=VERDICT, such as 8=moderate")
-            if verdict not in autoloco.VERDICTS:
-                raise ValueError(f"--verdicts {unknown(verdict, autoloco.VERDICTS)}")
+            if not interval.isdecimal() or verdict not in autoloco.VERDICTS:
+                allowed = ", ".join(autoloco.VERDICTS)
+                raise ValueError(f"--verdicts {part}: give such as 8=moderate, one of {allowed}")
             verdicts[int(interval)] = verdict
         return verdicts
 
@@ -339,37 +323,24 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def nearest(value: str, allowed: Iterable[str]) -> str:
-    """Words that ask whether the nearest name was meant, if one is near."""
-    return "".join(f", did you mean {n}?" for n in difflib.get_close_matches(value, [*allowed], 1))
-
-
-def unknown(value: str, allowed: Iterable[str]) -> str:
-    """Words for a value that is none of the allowed ones."""
-    return f"{value!r}: unknown{nearest(value, allowed)} (one of {', '.join(allowed)})"
-
-
 # ---------------------------------------------------------------- cost before you pay
 
 SUSTAINED_FLOPS = 400e12  # of a GPU: 40 % of an H100's dense bf16 peak
 FITS = 72e9  # bytes of an 80 GB GPU
 
 
-def diloco_payload(config: Config) -> int:
-    """Payload of DiLoCo over the same steps, in the recipe's wire, for `saved`."""
-    wire = RECIPES[config.recipe].get("wire", Config.wire)
-    return payload(replace(config, wire=wire)) * math.ceil(config.steps / config.base_horizon)
-
-
 def totals(config: Config, intervals: Sequence[int]) -> dict[str, Any]:
-    """What a summary, the last line of a dry run and its rows share."""
+    """What a summary, the last line of a dry run and its rows share; `saved` is the share of the
+    payload of DiLoCo over the same steps, in the recipe's wire.
+    """
     steps = [1] * sum(intervals) if config.method == "ddp" else list(intervals)
-    sent = payload(config) * len(steps)
+    sent, wire = payload(config) * len(steps), RECIPES[config.recipe].get("wire", Config.wire)
+    diloco_s = payload(replace(config, wire=wire)) * math.ceil(config.steps / config.base_horizon)
     return {
         "synchronisations": len(steps),
         "intervals": diloco.run_lengths(steps),
         "payload_bytes": sent,
-        "saved": 1 - sent / diloco_payload(config),
+        "saved": 1 - sent / diloco_s,
     }
 
 
@@ -400,14 +371,6 @@ def step_flops(size: ModelConfig, sequences: int, length: int) -> float:
     return sequences * length * (6 * products + 12 * size.layers * size.width * length)
 
 
-def step_seconds(config: Config) -> float:
-    """An inner step: --step-seconds, or its FLOPs on a GPU; a third more where it recomputes."""
-    rows = math.ceil(config.batch_size / config.ranks_per_worker)
-    again = 4 / 3 if config.activation_checkpointing else 1.0
-    flops = step_flops(config.shape, rows, config.seq_len) * again
-    return config.step_seconds or flops / SUSTAINED_FLOPS
-
-
 def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     """Estimate of one GPU's memory in bytes, by purpose, for R `hosted` workers of a rank.
 
@@ -418,7 +381,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
                      and the rest, and reduces the gradient of one and the rest in fp32
         activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
                      tokens (layers 4 C + one layer's + 16 C)
-        loss         logits as c bytes, twice as fp32; 4 V C for the gradient of a chunked head
+        loss         a chunk's logits as c bytes, twice as fp32; 4 V C for the head's gradient
 
     n parameters of a rank (S-th part), b and r of a block and outside of blocks, e encoded bytes of
     n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU. ddp
@@ -443,89 +406,69 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     C, keys = size.width, size.kv_heads * size.head_dim
     layer = 16 * C + c * (5 * C + 3 * keys + 4 * size.ffn_width)
     kept = size.layers * 4 * C + layer if config.activation_checkpointing else size.layers * layer
-    logits, head = tokens * size.vocab_size * c, 0
-    if size.vocab_size > model.LARGE_VOCABULARY:
-        logits, head = min(logits, model.CHUNK_BYTES["cuda"]), 4 * size.vocab_size * C
+    logits = min(tokens * size.vocab_size * c, model.CHUNK_BYTES["cuda"])
     return {
         "states": 4 * n * buffers,
         "wire": encoded * max(1, 2 * hosted * (groups - 1) / groups) if groups > 1 else 0,
         "copies": copies,
         "activations": tokens * (kept + 16 * C),
-        "loss": logits * (1 + 8 / c) + head,
+        "loss": logits * (1 + 8 / c) + 4 * size.vocab_size * C,
     }
 
 
-def compare_methods(config: Config) -> dict[str, dict[str, Any]]:
-    """Totals and cost of every method on the link of --link-gbps and --link-ms, by method.
+def dry_run(config: Config) -> dict[str, Any]:
+    """Print what a run would execute, hold, send and wait for on a link, where every verdict
+    supports, beside the other methods on the same base horizon; returns the same for JSON.
 
         hours = synchronisations (payload 8 / rate + delay) / 3600
         utilisation = computing / (computing + hours)
-
-    The other methods take their intervals from the same base horizon.
     """
-    computing = config.steps * step_seconds(config) / 3600
-    table = {}
-    for name, method in METHODS.items():
-        other = config
-        if name != config.method:
-            try:
-                changes = {"method": name, "horizons": "", "verdicts": "", **method.defaults}
-                other = replace(config, **changes)
-            except ValueError:
-                continue  # a ladder that does not fit is no mistake in a run without the controller
-        walked = autoloco.simulate(other.rules, other.replaced_verdicts)
-        row = totals(other, [planned.steps for planned, _ in walked])
-        seconds = row["payload_bytes"] * 8 / (config.link_gbps * 1e9)
-        hours = (seconds + row["synchronisations"] * config.link_ms / 1e3) / 3600
-        row |= {"hours": hours, "total_hours": computing + hours}
-        table[name] = row | {"utilisation": computing / row["total_hours"]}
-    return table
-
-
-def dry_run(config: Config) -> dict[str, Any]:
-    """Print what a run would execute, hold, send and wait for on a link, beside the other methods,
-    where every verdict supports; returns the same as a JSON-ready object.
-    """
-    walked = list(autoloco.simulate(config.rules, config.replaced_verdicts))
-    methods = compare_methods(config)
     count, S = model.parameter_count(config.shape), config.ranks_per_worker
     positions = config.steps * config.workers * config.batch_size * config.seq_len
-    result = totals(config, [planned.steps for planned, _ in walked])
-    source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s, as on a large GPU"
+    flops = step_flops(config.shape, math.ceil(config.batch_size / S), config.seq_len)
+    again = 4 / 3 if config.activation_checkpointing else 1.0
+    step_seconds = config.step_seconds or flops * again / SUSTAINED_FLOPS
+    computing = config.steps * step_seconds / 3600
+    methods: dict[str, dict[str, Any]] = {}
+    for name, method in METHODS.items():
+        own: dict[str, Any] = dict.fromkeys(("min_horizon", "max_horizon", "granularity"))
+        own |= {"method": name, "horizons": "", **method.defaults}
+        other = config if name == config.method else replace(config, **own)
+        walked = autoloco.simulate(other.rules, other.replaced_verdicts)
+        row = totals(other, [plan.steps for plan, _ in walked])
+        seconds = row["payload_bytes"] * 8 / (config.link_gbps * 1e9)
+        hours = (seconds + row["synchronisations"] * config.link_ms / 1e3) / 3600
+        methods[name] = row | {"hours": hours, "utilisation": computing / (computing + hours)}
     shown = {
         "recipe": f"{config.recipe}, method {config.method}",
         "model": f"{config.init_from or config.model}, {count:,} parameters",
         "steps": f"{config.steps:,} on {config.workers} workers",
         "input positions": f"{positions / 1e9:,.3f} G",
-        "intervals": diloco.format_runs(result["intervals"]),
+        "intervals": diloco.format_runs(methods[config.method]["intervals"]),
         "payload": f"{payload(config) / 1e9:,.3f} GB a worker and direction, as {config.wire}",
         "link": f"{config.link_gbps:g} Gbit/s and {config.link_ms:g} ms",
-        "step": f"{step_seconds(config):.3g} s, {source}",
+        "step": f"{step_seconds:.3g} s",
     }
-    for hosted, shards in ((config.workers, 1), (1, S), (1, 8 * S)) if S == 1 else ((1, S),):
-        memory = memory_per_gpu(replace(config, ranks_per_worker=shards), hosted)
-        total, gpus = sum(memory.values()), config.workers // hosted * shards
+    for hosted in (config.workers, 1) if S == 1 else (1,):
+        memory = memory_per_gpu(config, hosted)
         words = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in memory.items())
+        total, gpus = sum(memory.values()), config.workers // hosted * S
         fits = "fits" if total <= FITS else "does not fit"
-        layout = f" (--ranks-per-worker {shards})" if shards > 1 else ""
-        shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80{layout}: {words}"
-        if hosted == 1 and shards == S:
-            result["memory_bytes"] = memory
-            if total <= FITS:
-                break
+        shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80: {words}"
     for name, words in shown.items():
         print(f"{name:18}{words}")
     columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
     print("\n" + f"{'':10}" + "".join(f"{column:>17}" for column in columns))
     for name, row in methods.items():
-        cells = [f"{row['synchronisations']:,}", f"{row['payload_bytes'] / 1e9:,.3f}"]
-        cells += [saved_words(row["saved"]), f"{row['hours']:.3g}", f"{row['total_hours']:.3g}"]
-        cells.append(f"{100 * row['utilisation']:.1f} %")
-        print(f"{name:10}" + "".join(f"{cell:>17}" for cell in cells))
-    for planned, decision in walked:
-        if planned.interval in config.replaced_verdicts:
-            print(f"interval {planned.interval:<9}{planned.phase}: {decision.reason}")
-    return result | {"parameters": count, "input_positions": positions, "methods": methods}
+        print(
+            f"{name:10}{row['synchronisations']:17,}{row['payload_bytes'] / 1e9:17,.3f}"
+            f"{saved_words(row['saved']):>17}{row['hours']:17.3g}{computing + row['hours']:17.3g}"
+            f"{100 * row['utilisation']:15.1f} %"
+        )
+    result = methods[config.method] | {"memory_bytes": memory, "methods": methods}
+    if config.json:
+        print(json.dumps(result))
+    return result
 
 
 def saved_words(saved: float) -> str:
@@ -547,54 +490,28 @@ WRITES = re.compile(  # paths of all that a run writes
 class Run:
     """A run folder, which rank 0 writes, and where the run stands, which is what its log says."""
 
-    def __init__(self, config: Config, ranks: diloco.Ranks, visible: bool) -> None:
+    def __init__(self, config: Config, ranks: diloco.Ranks) -> None:
         self.config, self.folder, self.ranks = config, config.folder, ranks
-        self.writes, self.visible, self.bar = ranks.rank == 0, visible, tqdm(disable=True)
         self.state = autoloco.start(config.rules)
         self.rows: list[dict[str, Any]] = []  # of intervals
-        self.unfinished = {"seconds": 0.0, "sent_bytes": 0}  # of this interval, before a stop
-        self.loss = math.nan
-        self.payload = payload(config)
-        self.began = self.ended = 0.0  # seconds, of the local phase
-        self.sent = 0  # bytes, before it
+        self.spent: dict[str, Any] = defaultdict(int)  # on this interval, also before a stop
+        self.loss, self.payload = "-", payload(config)
+        self.bar: Any = tqdm(disable=True)
         self.wandb: Any = None
 
-    @property
-    def bad(self) -> int:
-        """Intervals in a row, up to now, with a non-finite worker."""
-        good = (at for at, row in enumerate(reversed(self.rows)) if not row["excluded"])
-        return next(good, len(self.rows))
-
-    def follow(self) -> None:
-        """Send the rows of both logs to Weights & Biases too; a resume goes on under its id."""
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError("--wandb needs an optional package: pip install wandb") from None
-        number = f"{self.config.run_name}-{read_facts(self.folder).get('began', '')}"
-        about: dict[str, Any] = {"id": number, "resume": "allow", "config": asdict(self.config)}
-        self.wandb = wandb.init(project=self.config.wandb, **about)
-
-    def starts(self) -> None:
-        """An interval starts, or goes on after a resume."""
-        self.began = time.perf_counter() - self.unfinished["seconds"]
-        self.sent = self.ranks.bytes_sent - int(self.unfinished["sent_bytes"])
-
-    def local_phase_ends(self) -> None:
-        """Note the seconds; a GPU's unfinished kernels belong to the local phase."""
-        if self.ranks.device.type == "cuda":
+    @contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """Count the seconds of a part of the interval, and the bytes that it sends."""
+        began, sent = time.perf_counter(), self.ranks.bytes_sent
+        yield
+        if self.ranks.device.type == "cuda":  # its unfinished kernels belong to this part
             torch.cuda.synchronize()
-        self.ended, sent = time.perf_counter(), self.ranks.bytes_sent - self.sent
-        self.unfinished = {"seconds": self.ended - self.began, "sent_bytes": sent}
+        self.spent[name] += time.perf_counter() - began
+        self.spent["sent_bytes"] += self.ranks.bytes_sent - sent
 
-    def show(self, step: int, plan: autoloco.Plan) -> None:
-        """Progress and time to go, on local rank 0; in a file a line now and then."""
-        if self.bar.disable and self.visible:
-            every = 0.1 if sys.stderr.isatty() else 10.0  # seconds
-            about = {"initial": step - 1, "unit": "step", "dynamic_ncols": True}
-            self.bar = tqdm(total=self.config.steps, mininterval=every, **about)
-        loss = f"{self.loss:.3f}" if math.isfinite(self.loss) else "-"
-        words = f"loss {loss}, horizon {plan.horizon}, interval {plan.interval}"
+    def show(self, plan: autoloco.Plan) -> None:
+        """A step is done."""
+        words = f"loss {self.loss}, horizon {plan.horizon}, interval {plan.interval}"
         self.bar.set_postfix_str(words, refresh=False)
         self.bar.update()
 
@@ -604,52 +521,41 @@ class Run:
         """Append what an interval measured and decided; a row of metrics a step, whose loss is the
         token-weighted mean over all workers. Failure after too many bad intervals.
         """
-        sums = (measured.records[name].sum(0).tolist() for name in diloco.RECORD)
-        steps: list[dict[str, Any]] = []
-        for step, (loss, targets, tokens, norm) in enumerate(zip(*sums, strict=True), plan.step):
-            mean = loss / targets if targets else math.nan  # null in the log, not a loss of 0
-            lr = autoloco.inner_lr(self.config.rules, step)
-            one = {"step": step + 1, "loss": mean, "tokens": int(tokens), "lr": lr}
-            steps.append(one | {"grad_norm": norm / self.config.workers})
+        sums = {name: values.sum(0) for name, values in measured.records.items()}
+        self.loss = f"{float(sums['loss'].sum() / sums['targets'].sum()):.3f}"
+        columns = {
+            "step": range(plan.step + 1, plan.step + plan.steps + 1),
+            "loss": (sums["loss"] / sums["targets"]).tolist(),  # without targets null, not 0
+            "tokens": sums["tokens"].long().tolist(),
+            "lr": self.config.rules.rates[plan.step : plan.step + plan.steps],
+            "grad_norm": (sums["grad_norm"] / self.config.workers).tolist(),
+        }
+        steps = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
         steps[-1] |= found
         times = plan.steps if self.config.method == "ddp" else 1
-        row |= {
-            "payload_bytes": self.payload * times,
-            "sent_bytes": self.ranks.bytes_sent - self.sent,
-            "excluded": list(measured.excluded),
-            "local_seconds": self.ended - self.began,
-            "sync_seconds": time.perf_counter() - self.ended,
-        }
-        self.rows.append(row)
-        self.unfinished = {"seconds": 0.0, "sent_bytes": 0}
-        self.loss = last_mean([one["loss"] for one in steps], len(steps))
+        row |= {"payload_bytes": self.payload * times, "excluded": list(measured.excluded)}
+        self.rows.append(row | self.spent)
+        self.spent.clear()
         self.append("metrics", steps)
-        self.append("intervals", [row])
-        if found and self.visible:
+        self.append("intervals", self.rows[-1:])
+        if found and not self.bar.disable:
             self.bar.write(f"step {row['step']}: validation loss {found['val_loss']:.4f}")
-        if self.bad >= self.config.max_bad_intervals:
+        most = self.config.max_bad_intervals
+        if sum(bool(row["excluded"]) for row in self.rows[-most:]) == most:
             raise diloco.Failure(
-                f"--max-bad-intervals: {self.bad} in a row with a non-finite worker, the last with "
+                f"--max-bad-intervals: {most} in a row with a non-finite worker, the last with "
                 f"{row['excluded']}: the run diverges, try a lower --lr than {self.config.lr}"
             )
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to a log; a number that is not finite is null."""
-        if self.writes:
-            path = self.folder / f"{name}.jsonl"
-            try:
-                with open(path, "a") as file:
-                    file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
-            except OSError as error:
-                raise OSError(f"{path}: {error.strerror}") from None
+        if self.ranks.rank == 0:
+            with open(self.folder / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
         for row in rows if self.wandb else ():
             self.wandb.log(row, step=row["step"])
-
-
-def last_mean(losses: Sequence[float], count: int) -> float:
-    """Mean of the last `count` losses that are finite; NaN where none is."""
-    known = [loss for loss in losses[-count:] if math.isfinite(loss)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -665,12 +571,8 @@ def naming(path: Path) -> Iterator[None]:
     """What goes wrong with a file of a run is a ValueError that begins with its path."""
     try:
         yield
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{path}: damaged, not JSON") from None
-    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"{path}: damaged ({error})") from None
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
     except ValueError as error:
         words = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: {words}") from None
@@ -691,22 +593,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def load_config(folder: Path) -> Config:
     """The config of a run's start; a knob that it lacks takes its default, as the run did."""
     path = folder / "config.json"
-    whole = read_json(path)
-    facts = read_facts(folder) if (folder / "env.json").exists() else {}
+    whole, facts = read_json(path), read_facts(folder)
     with naming(path):
         if facts.get("config_sha256", digest := sha256(path)) != digest:
             raise ValueError("changed since the run began; env.json has its checksum")
-        if strange := set(whole["config"]) - {one.name for one in fields(Config)}:
-            raise ValueError(f"unknown {min(strange)}, of another version of this program")
         return Config(**(whole["config"] | {"resume": False, "overwrite": False}))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What `begin` wrote to env.json."""
-    facts = read_json(folder / "env.json")
-    if not isinstance(facts, dict) or not isinstance(facts.get("data"), dict):
-        raise ValueError(f"{folder / 'env.json'}: damaged")
-    return facts
+    path = folder / "env.json"
+    with naming(path):
+        facts: dict[str, Any] = read_json(path)
+        return facts | {"data": dict(facts["data"])}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -723,12 +622,12 @@ def to_disk(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def sha256(path: Path, size: int = -1) -> str:
+def sha256(path: Path, size: int | None = None) -> str:
     """Checksum of a file, or of its first `size` bytes."""
+    if size is not None:
+        return hashlib.sha256(path.read_bytes()[:size]).hexdigest()
     with open(path, "rb") as file:
-        if size < 0:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        return hashlib.sha256(file.read(size)).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def program_sha256() -> str:
@@ -746,48 +645,46 @@ def launch_name() -> str:
 
 @contextmanager
 def owned(config: Config) -> Iterator[bool]:
-    """Own the run folder until the end; yields whether an earlier run is continued. Whoever neither
-    makes it nor holds its lock touches nothing. What ends before its first log leaves nothing.
+    """Own the run folder until the end; yields whether an earlier run is continued. Whoever comes
+    second touches nothing. What ends before its first file leaves nothing.
     """
-    folder, resumes, new, locked = config.folder, config.resume, False, False
+    folder, resumes, overwrites = config.folder, config.resume, config.overwrite
     # torchrun repeats the command line: a restart continues the run of this launch, and no other.
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and launch_name():
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         with suppress(ValueError, KeyError, TypeError):
             if read_json(folder / "config.json")["launch"] == launch_name():
                 resumes = bool(checkpoints(folder))
-                config = replace(config, overwrite=not resumes)
+                overwrites = not resumes
+
     try:
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            new = True
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # not every file system has locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except BlockingIOError:
-                raise ValueError(f"{folder}: another process is writing this run") from None
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}") from None
     try:
-        if not (new or resumes):
-            unbegun = locked and {path.name for path in folder.iterdir()} <= {"config.json"}
-            if not (unbegun or config.overwrite):
-                raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder}: another process is writing this run") from None
+    except OSError:
+        pass  # not every file system has locks
+    try:
+        begun = {path.name for path in folder.iterdir()} - {"config.json", "env.json"}
+        if begun and not resumes and not overwrites:
+            raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
+        if not resumes:
             check_only_a_run(folder)
-        if new or not (resumes or config.overwrite):
-            write_json(folder / "config.json", config_file(config))
         yield resumes
     finally:
-        left = {path.name for path in folder.iterdir()}
-        if (new or locked) and left <= {"config.json", "env.json"}:
-            shutil.rmtree(folder)
+        with suppress(OSError):
+            folder.rmdir()  # if nothing is in it
         os.close(descriptor)
 
 
-def config_file(config: Config) -> dict[str, Any]:
-    """What config.json holds."""
-    return {"config": asdict(config), "shape": asdict(config.shape), "launch": launch_name()}
+def write_settings(config: Config, facts: Mapping[str, Any]) -> None:
+    """config.json; env.json, which has its checksum and what a rerun would have to match."""
+    path, whole = config.folder / "config.json", {"config": asdict(config)}
+    write_json(path, whole | {"shape": asdict(config.shape), "launch": launch_name()})
+    write_json(config.folder / "env.json", {**facts, "config_sha256": sha256(path)})
 
 
 def check_only_a_run(folder: Path) -> None:
@@ -806,49 +703,41 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoint").glob("step-*[0-9]"), reverse=True)
 
 
-def tensor_file(config: Config, name: str, shard: int) -> str:
-    """File of one shard of `shared` or `worker-00`."""
-    sharded = f"-shard-{shard:02d}" if config.ranks_per_worker > 1 else ""
-    return f"{name}{sharded}.safetensors"
+def tensor_files(config: Config, shard: int, workers: Iterable[int] = ()) -> list[str]:
+    """Files of one shard: what all workers share, then each of these workers' own."""
+    end = f"-shard-{shard:02d}" if config.ranks_per_worker > 1 else ""
+    names = ["shared", *(f"worker-{worker:02d}" for worker in workers)]
+    return [f"{name}{end}.safetensors" for name in names]
 
 
-def own_files(config: Config, ranks: diloco.Ranks) -> dict[str, int | None]:
-    """The files that this rank reads: name -> row of the hosted worker, None for the shared one."""
-    files: dict[str, int | None] = {tensor_file(config, "shared", ranks.shard): None}
-    for row, worker in enumerate(ranks.hosted):
-        files[tensor_file(config, f"worker-{worker:02d}", ranks.shard)] = row
-    return files
-
-
-def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+def save_checkpoint(run: Run, workers: diloco.Workers) -> None:
     """Write `checkpoint/step-XXXXXXXX`, also in the middle of an interval; the last two are kept.
 
     Every rank writes its files; when all have, rank 0 writes the manifest and renames the folder,
     so a checkpoint is whole or not there. OSError on all ranks where one could not write.
     """
-    parent, files, problem = run.folder / "checkpoint", {}, ""
+    ranks, parent, files, problem = run.ranks, run.folder / "checkpoint", {}, ""
     partial = parent / "partial"
-    with suppress(OSError):  # whatever is wrong shows at the first file
-        if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # whatever is wrong shows at the first file
             partial.mkdir(parents=True)
     ranks.any(False)  # ALL RANKS: nobody writes before the folder is there
     try:
-        for name, row in own_files(run.config, ranks).items():
-            if row is None and ranks.rank >= ranks.ranks_per_worker:
+        for row, name in enumerate(tensor_files(run.config, ranks.shard, ranks.hosted), -1):
+            if row < 0 and ranks.rank >= ranks.ranks_per_worker:
                 continue  # the first worker's ranks save what all share
-            state = workers.shared_state() if row is None else workers.worker_state(row)
+            state = workers.shared_state() if row < 0 else workers.worker_state(row)
             host = {key: tensor.cpu().contiguous() for key, tensor in state.items()}
             save_file(host, partial / name)
             to_disk(partial / name)
             files[name] = sha256(partial / name)
     except (OSError, SafetensorError) as error:
-        problem = f"{partial}: {getattr(error, 'strerror', None) or error}"
+        problem = f"{partial}: {error}: not saved; earlier checkpoints stay"
     found = ranks.gather_objects((files, problem, max(workers.done)))
     every, problems, done = zip(*found, strict=True)
     if any(problems):
-        kept = "".join(f"; {path.name} stays" for path in checkpoints(run.folder)[:1])
-        raise OSError(f"{next(filter(None, problems))}: not saved{kept}")
+        raise OSError(next(filter(None, problems)))
     target = parent / f"step-{run.state.step + max(done):08d}"
     if ranks.rank == 0:
         logs = {}
@@ -859,7 +748,7 @@ def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> N
         manifest = {
             "files": {name: digest for own in every for name, digest in own.items()},
             "logs": logs,  # bytes and checksum up to here
-            "unfinished": run.unfinished,
+            "unfinished": run.spent,
         }
         write_json(partial / "manifest.json", manifest)
         before = parent / f"{target.name}-before"
@@ -871,85 +760,71 @@ def save_checkpoint(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> N
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read_manifest(path: Path, names: Iterable[str]) -> dict[str, Any]:
+def read_manifest(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """A checkpoint's manifest, if both logs and the files `names`, which the run needs, agree."""
     file = path / "manifest.json"
     with naming(file):
         manifest: dict[str, Any] = read_json(file)
-        if missing := set(names) - set(manifest["files"]):
-            raise ValueError(f"has no {min(missing)}")
-        logs = {path.parent.parent / f"{name}.jsonl": manifest["logs"][name] for name in LOGS}
-    for log, entry in logs.items():
-        with naming(log):
-            size, digest = entry
-            if log.stat().st_size < size or sha256(log, size) != digest:
+        signed = {path / name: [None, manifest["files"][name]] for name in names}
+        signed |= {path.parents[1] / f"{name}.jsonl": manifest["logs"][name] for name in LOGS}
+    for own, (size, digest) in signed.items():
+        with naming(own):
+            if sha256(own, size) != digest:
                 raise ValueError(f"changed since {path.name}, which holds its checksum")
-    for name in names:
-        with naming(path / name):
-            if sha256(path / name) != manifest["files"][name]:
-                raise ValueError("checksum differs")
     return manifest
 
 
-def latest(folder: Path, check: Callable[[Path], Any], speaks: bool = True) -> Path:
-    """The latest checkpoint that passes a check; one that does not is said and passed over."""
+def latest(folder: Path, names: Sequence[str], ranks: diloco.Ranks) -> tuple[Path, dict[str, Any]]:
+    """The latest checkpoint that is whole on every rank, and its manifest; one that is not is said
+    and passed over.
+    """
     for path in checkpoints(folder):
+        manifest, why = {}, ""
         try:
-            check(path)
-            return path
-        except ValueError as why:
-            if speaks:
-                print(f"DAMAGED CHECKPOINT {path} is passed over: {why}", file=sys.stderr)
+            manifest = read_manifest(path, names)
+        except ValueError as error:
+            why = str(error)
+        # ALL RANKS: the same checkpoint.
+        if not (why := next(filter(None, ranks.gather_objects(why)), "")):
+            return path, manifest
+        if ranks.rank == 0:
+            print(f"DAMAGED CHECKPOINT {path} is passed over: {why}", file=sys.stderr)
     raise ValueError(f"{folder}: no whole checkpoint; --overwrite starts again from the beginning")
 
 
 def find_checkpoint(folder: Path) -> Path:
     """The latest checkpoint whose shared model is whole."""
     config = load_config(folder)
-    names = [tensor_file(config, "shared", shard) for shard in range(config.ranks_per_worker)]
-    return latest(folder, lambda path: read_manifest(path, names))
+    names = [tensor_files(config, shard)[0] for shard in range(config.ranks_per_worker)]
+    return latest(folder, names, diloco.Ranks())[0]
 
 
-def restore(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+def restore(run: Run, workers: diloco.Workers) -> None:
     """Continue from the latest checkpoint that is whole on every rank. The logs are cut back to it,
     and the state is what they say. Later checkpoints are put aside.
     """
-    files, manifest = own_files(run.config, ranks), {}
-
-    def load(path: Path) -> None:
-        why = ""
-        try:
-            manifest.update(read_manifest(path, files))
-            for name, row in files.items():
-                with naming(path / name):
-                    tensors = load_file(path / name)
-                    if row is None:
-                        workers.load_shared(tensors)
-                    else:
-                        workers.load_worker(row, tensors)
-        except ValueError as error:
-            why = str(error)
-        # ALL RANKS: the same checkpoint.
-        if why := next(filter(None, ranks.gather_objects(why)), ""):
-            raise ValueError(why)
-
-    path = latest(run.folder, load, run.visible)
-    if run.writes:
+    ranks, log = run.ranks, run.folder / "intervals.jsonl"
+    names = tensor_files(run.config, ranks.shard, ranks.hosted)
+    path, manifest = latest(run.folder, names, ranks)
+    for row, name in enumerate(names, -1):
+        with naming(path / name):
+            tensors = load_file(path / name)
+            if row < 0:
+                workers.load_shared(tensors)
+            else:
+                workers.load_worker(row, tensors)
+    if ranks.rank == 0:
         for name in LOGS:
-            log, (size, _) = run.folder / f"{name}.jsonl", manifest["logs"][name]
-            if log.read_bytes()[-1:] not in (b"", b"\n"):
-                print(f"{log}: the torn last line is dropped", file=sys.stderr)
-            os.truncate(log, size)
-        shutil.rmtree(path.parent / "partial", ignore_errors=True)
+            os.truncate(run.folder / f"{name}.jsonl", manifest["logs"][name][0])
         for other in checkpoints(run.folder):
             if other.name > path.name:
                 aside = path.parent / f"damaged-{other.name}"
                 shutil.rmtree(aside, ignore_errors=True)
                 other.rename(aside)
     ranks.share(None)  # ALL RANKS: nobody reads a log before it is cut
-    log = run.folder / "intervals.jsonl"
     rules, rows, _ = autoloco.read_log(str(log))
-    run.rows, run.unfinished = [row for row in rows if "rules" not in row], manifest["unfinished"]
+    run.rows = [row for row in rows if "rules" not in row]
+    run.spent |= manifest["unfinished"]
     with naming(log):
         run.state = autoloco.last_state(rules, rows)
 
@@ -1001,11 +876,6 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     if config.init_from and not config.resume:
         parameters = dict(network.named_parameters())
         for name, value in load_weights(Path(config.init_from)):
-            where = f"--init-from {config.init_from}: {name}"
-            if name not in parameters or value.shape != parameters[name].shape:
-                raise ValueError(f"{where} does not fit this model")
-            if not value.isfinite().all():
-                raise ValueError(f"{where} is not finite")
             model.assign(parameters[name], value)
     else:
         network.init_weights(config.seed)
@@ -1053,57 +923,34 @@ def load_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield key.removeprefix("shared."), torch.cat(parts)
 
 
-def check_layout(config: Config, world: int) -> None:
-    """Refuse a number of ranks over which the workers cannot be spread."""
-    S = config.ranks_per_worker
-    if world % S:
-        raise ValueError(f"--ranks-per-worker {S}: does not divide {world} ranks")
-    if config.workers % (world // S):
-        raise ValueError(f"--workers {config.workers}: not divisible by {world // S} ranks")
-    if S > 1 and config.workers != world // S:
-        raise ValueError("--ranks-per-worker above 1: one worker per group of ranks only")
-    if config.init_from and Path(config.init_from).resolve() == config.folder.resolve():
-        raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
-
-
-def extend(run: Run, ranks: diloco.Ranks, workers: diloco.Workers) -> None:
+def extend(run: Run, workers: diloco.Workers) -> None:
     """Go on with a run for more --steps than it was started with: a row of the log replaces its
     rules, so that a replay knows. The learning rate jumps to the longer schedule's.
     """
-    rules, before, at = run.config.rules, load_config(run.folder), run.state.step
-    if rules.steps == before.steps:
+    rules, first = run.config.rules, run.ranks.rank == 0
+    # ALL RANKS: the first one's reading, before it writes the longer run's settings.
+    before = run.ranks.share(load_config(run.folder).steps if first else 0)
+    if rules.steps == before:
         return
     executed = tuple(row["steps"] for row in run.rows)
     if rules.sequence is not None and rules.sequence[: len(executed)] != executed:
         raise ValueError(f"--steps {rules.steps}: its schedule does not begin as the run did")
-    if run.writes:
-        rates = [autoloco.inner_lr(one, at) for one in (before.rules, rules)]
-        print(
-            f"extended from {before.steps} to {rules.steps} steps: at step {at} the learning rate"
-        )
-        print(f"becomes {rates[1]:.3g} (it was {rates[0]:.3g}), as if planned so from the start")
+    if first:
+        print(f"extended from {before} to {rules.steps} steps: the learning rate jumps to theirs")
         run.append("intervals", [{"rules": asdict(rules)}])
-        facts = read_facts(run.folder)
-        write_json(run.folder / "config.json", config_file(run.config))
-        facts["config_sha256"] = sha256(run.folder / "config.json")
-        write_json(run.folder / "env.json", facts)
-    save_checkpoint(run, ranks, workers)  # the one before belongs to the shorter run
-
-
-def check_data(config: Config, source: data.Source, facts: Mapping[str, Any]) -> None:
-    """Refuse other documents than those that a run was started with; ValueError names the fact."""
-    for name, value in source.facts.items():
-        if name in facts and facts[name] != value:
-            raise ValueError(
-                f"--data {config.data}: {name} is {value}; {config.folder / 'env.json'}, from the "
-                f"run's start, has {facts[name]} (without that entry the change is accepted)"
-            )
+        write_settings(run.config, read_facts(run.folder))
+    save_checkpoint(run, workers)  # the one before belongs to the shorter run
 
 
 def execute(config: Config) -> int:
     """One rank of a run, from its folder to the final table."""
     rank, world, local, _ = diloco.launched_ranks()
-    check_layout(config, world)
+    S, K = config.ranks_per_worker, config.workers
+    groups, rest = divmod(world, S)
+    if rest or K % groups or (S > 1 and K != groups):  # several workers a rank, or several ranks
+        raise ValueError(f"--ranks-per-worker {S}: {K} workers cannot share {world} ranks")
+    if config.init_from and Path(config.init_from).resolve() == config.folder.resolve():
+        raise ValueError(f"--init-from {config.init_from}: is the run itself; give another --name")
 
     def stop(*_: Any) -> None:
         ranks.stopping = True
@@ -1112,32 +959,42 @@ def execute(config: Config) -> int:
         resumes = held.enter_context(owned(config)) if rank == 0 else config.resume
         facts = read_facts(config.folder)["data"] if resumes else {}
         source = data.open_source(config, facts.get("revision", ""))
-        check_data(config, source, facts)
+        for name, value in source.facts.items():
+            if facts.get(name, value) != value:
+                words = f"{name} is {value}; {config.folder / 'env.json'} has {facts[name]}"
+                raise ValueError(f"--data {config.data}: {words} (without it this is accepted)")
         same = {flag(n): v for n, v in asdict(config).items() if n not in RESUME_MAY_CHANGE}
         first = source.batch(0, 0)  # damaged data is found before an earlier run is deleted
         same |= {"program": program_sha256()[:16], "--data, its facts": source.facts}
         same |= {"--data, first documents": first.ids, "--data, sum": int(first.inputs.sum())}
-        ranks, words = diloco.connect(
-            config.workers, config.ranks_per_worker, config.timeout_minutes, same
-        )
+        ranks, words = diloco.connect(K, S, config.timeout_minutes, same)
         resumes = ranks.share(resumes)
-        run = Run(config, ranks, local == 0)
-        held.callback(lambda: run.bar.close())
+        run = Run(config, ranks)
         for number in STOPS:  # as often as they come, they save the run and end it
             held.callback(signal.signal, number, signal.signal(number, stop))
         workers = build_workers(config, ranks, source)
         if resumes:
-            restore(run, ranks, workers)
-            extend(run, ranks, workers)
+            restore(run, workers)
+            extend(run, workers)
         else:
-            begin(run, ranks, source)
+            begin(run, source)
+        at = run.state.step + max(workers.done)
         if rank == 0 and config.wandb:
-            run.follow()
+            import wandb
+
+            name = f"{config.folder.name}-{read_facts(config.folder).get('began', '')}"
+            about: dict[str, Any] = {"id": name, "resume": "allow", "config": asdict(config)}
+            run.wandb = wandb.init(project=config.wandb, **about)
         if local == 0:
-            say_what_runs(run, workers, source, words, bool(resumes))
-        if not train(run, ranks, workers, source):
+            say_what_runs(config, workers, source, words)
+            if resumes:
+                print(f"resuming at step {at}")
+            every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; in a file a line now and then
+            bar = tqdm(total=config.steps, initial=at, unit="step", mininterval=every)
+            run.bar = held.enter_context(bar)
+        if not train(run, workers, source):
             if rank == 0:
-                print(f"saved; continue with --resume --name {config.run_name}")
+                print(f"saved; continue with --resume --name {config.folder.name}")
         else:
             measured = validate(workers.model, source, ranks, config.dtype)
             if rank == 0:
@@ -1148,14 +1005,13 @@ def execute(config: Config) -> int:
     return 0
 
 
-def begin(run: Run, ranks: diloco.Ranks, source: data.Source) -> None:
+def begin(run: Run, source: data.Source) -> None:
     """Write a new run's first files, in place of an earlier run's; all ranks must see them."""
-    config = run.config
-    if run.writes:
+    config, ranks = run.config, run.ranks
+    if ranks.rank == 0:
         for path in run.folder.iterdir():  # an earlier run's, all of it: see `check_only_a_run`
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_json(run.folder / "config.json", config_file(config))
-        facts = {  # what a rerun would have to match
+        facts = {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "platform": platform.platform(),
@@ -1164,10 +1020,9 @@ def begin(run: Run, ranks: diloco.Ranks, source: data.Source) -> None:
             "ranks": ranks.world,
             "began": int(time.time()),
             "source_sha256": program_sha256(),
-            "config_sha256": sha256(run.folder / "config.json"),
             "data": source.facts,
         }
-        write_json(run.folder / "env.json", facts)
+        write_settings(config, facts)
         run.append("metrics", [])
         about = {name: getattr(config, name) for name in ("recipe", "method", "workers", "wire")}
         run.append("intervals", [autoloco.header(config.rules, **about)])
@@ -1176,23 +1031,17 @@ def begin(run: Run, ranks: diloco.Ranks, source: data.Source) -> None:
         raise diloco.Disagreement(f"{run.folder}: not every rank sees the folder of rank 0")
 
 
-def say_what_runs(
-    run: Run, workers: diloco.Workers, source: data.Source, words: str, resumes: bool
-) -> None:
+def say_what_runs(config: Config, workers: diloco.Workers, source: data.Source, words: str) -> None:
     """Print once what was decided for the user."""
-    config, count = run.config, sum(p.numel() for p in workers.parameters)
-    print(f"{config.run_name}: {config.method}, {config.workers} workers, {count:,} parameters")
-    print(f"machine: {words}, {config.dtype}, wire {config.wire}")
+    count = sum(p.numel() for p in workers.parameters)
     shown = ("data", "documents", "shards", "validation_documents", "tokenizer")
-    print(", ".join(f"{name} {source.facts[name]}" for name in shown if name in source.facts))
-    for note in source.notes:
-        print(note)
-    if resumes:
-        print(f"resuming at step {run.state.step + max(workers.done)}")
-        if read_facts(run.folder).get("source_sha256") != program_sha256():
-            print("the program is another one than this run began with (env.json has its hash)")
-    if config.dtype == "bf16" and workers.ranks.device.type == "cpu":
-        print("--dtype bf16: a CPU without bf16 units takes several times as long as with fp32")
+    print(
+        f"{config.folder.name}: {config.method}, {config.workers} workers, {count:,} parameters",
+        f"machine: {words}, {config.dtype}, wire {config.wire}",
+        ", ".join(f"{name} {source.facts[name]}" for name in shown if name in source.facts),
+        *source.notes,
+        sep="\n",
+    )
 
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -1201,30 +1050,24 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def finish(run: Run, measured: Scores) -> None:
     """Write summary.json, totals of the logs and final losses, and print the final table."""
     config, metrics = run.config, read_rows(run.folder / "metrics.jsonl")
-    losses = [math.nan if row["loss"] is None else row["loss"] for row in metrics]
+    last = metrics[-max(1, len(metrics) // 50) :]  # 2 % of steps
+    losses = [row["loss"] for row in last if row["loss"] is not None]
     seconds = sum(row["local_seconds"] + row["sync_seconds"] for row in run.rows)
     summary = totals(config, [row["steps"] for row in run.rows]) | {
         "sent_bytes": sum(row["sent_bytes"] for row in run.rows),  # by rank 0
-        "train_loss": last_mean(losses, max(1, len(losses) // 50)),  # of the last 2 % of steps
+        "train_loss": sum(losses) / len(losses) if losses else math.nan,
         "val_loss": measured["val_loss"],
         "bits_per_byte": measured["bits_per_byte"],
         "seconds": round(seconds, 1),
     }
     write_json(run.folder / "summary.json", finite(summary))
-    print(f"\n{'':18}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'saved':>15}")
     print(
-        f"{config.method:18}{summary['train_loss']:8.4f}{summary['val_loss']:10.4f}"
+        f"\n{'':10}{'loss':>8}{'val loss':>10}{'syncs':>8}{'payload':>12}{'against DiLoCo':>20}\n"
+        f"{config.method:10}{summary['train_loss']:8.4f}{summary['val_loss']:10.4f}"
         f"{summary['synchronisations']:8}{summary['payload_bytes'] / 1e6:9.1f} MB"
-        f"{saved_words(summary['saved']):>15}"
+        f"{saved_words(summary['saved']):>20}\n"
+        f"{summary['seconds']:.1f} s; {diloco.format_runs(summary['intervals'])}; in {run.folder}"
     )
-    count = math.ceil(config.steps / config.base_horizon)
-    print(f"{'DiLoCo schedule':18}{'-':>8}{'-':>10}{count:8}{diloco_payload(config) / 1e6:9.1f} MB")
-    print(
-        f"{summary['seconds']:.1f} s, {summary['bits_per_byte']:.4f} bits per byte, "
-        f"rank 0 sent {summary['sent_bytes'] / 1e6:.1f} MB; "
-        f"{diloco.format_runs(summary['intervals'])}"
-    )
-    print(f"wrote {run.folder}")
 
 
 # ---------------------------------------------------------------- command line
@@ -1240,37 +1083,26 @@ class Parser(argparse.ArgumentParser):
 
 def flags_parser() -> Parser:
     """Flags from the fields of Config."""
-    parser = Parser(
-        prog="train.py",
-        description="Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    words = "Train with AutoLoCo, DiLoCo, Linear-Interval, QSR or DDP."
+    exact: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = Parser("train.py", description=words, **exact)
     group: Any = parser
     types = {"int": int, "float": float, "str": str}
     for one in fields(Config):
         about, kind = one.metadata, str(one.type).split(" ")[0]
         if "group" in about:
             group = parser.add_argument_group(about["group"])
-        words = ": ".join([about["help"], ", ".join(about.get("choices", ()))]).removesuffix(": ")
         shown = "" if one.default in ("", None) else f" [{one.default}]"
-        options: dict[str, Any] = {"type": types.get(kind), "metavar": kind.upper()}
+        options: dict[str, Any] = {"type": types.get(kind), "choices": about.get("choices")}
         if kind == "bool":
             options = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(flag(one.name), help=words + shown, **options)
+        group.add_argument(flag(one.name), help=about["help"] + shown, **options)
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     """Command line -> checked Config, and what the user gave. ValueError names flag or file."""
-    parsed, rest = flags_parser().parse_known_args(argv)
-    if rest:
-        near = nearest(rest[0].split("=")[0], [flag(one.name) for one in fields(Config)])
-        raise ValueError(f"{rest[0]}: no such flag{near}")
-    given = vars(parsed)
-    for name, value in given.items():
-        if isinstance(value, list):  # what argparse makes of --steps=--
-            raise ValueError(f"{flag(name)}: no value")
+    given = vars(flags_parser().parse_args(argv))
     if given.get("resume"):
         return resumed(given), given
     if given.get("init_from") and "tokenizer" not in given:
@@ -1279,9 +1111,8 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
             given["tokenizer"] = load_config(source).tokenizer
         elif data.has_tokenizer(source):
             given["tokenizer"] = str(source)
-    recipe = RECIPES.get(given.get("recipe", "tiny"), {})
-    method = METHODS.get(given.get("method", "autoloco"), Method())
-    config = Config(**{**recipe, **method.defaults, **given})
+    recipe, method = given.get("recipe", Config.recipe), given.get("method", Config.method)
+    config = Config(**{**RECIPES[recipe], **METHODS[method].defaults, **given})
     if config.seq_len > (positions := config.shape.max_seq_len):
         raise ValueError(f"--seq-len {config.seq_len}: the model has {positions} positions")
     return config, given
@@ -1289,8 +1120,6 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
 
 def resumed(given: Mapping[str, Any]) -> Config:
     """The config of the run to be continued, with what a resume may change."""
-    if given.get("overwrite"):
-        raise ValueError("--resume and --overwrite exclude each other")
     named = {name: given[name] for name in ("recipe", "method", "name", "seed") if name in given}
     folder = Config(**named).folder
     config = replace(load_config(folder), name=folder.name, resume=True)
@@ -1303,18 +1132,13 @@ def resumed(given: Mapping[str, Any]) -> Config:
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
-    """Warnings for settings that the user gave and that change nothing, and for one not given."""
-    lines = [
+    """Warnings for settings that the user gave and that change nothing."""
+    return [
         f"{flag(one.name)} has no effect: it needs {one.metadata['needs']}"
         for one in fields(Config)
         if one.name in given and "needs" in one.metadata
         if not NEEDS[one.metadata["needs"]](config)
     ]
-    if config.data in ("doctests", "ultrachat") and not (
-        config.init_from or config.resume or config.dry_run
-    ):
-        lines.append("no --init-from: fine-tuning starts from random weights")
-    return lines
 
 
 def spread(argv: list[str], count: int) -> int:
@@ -1326,13 +1150,12 @@ def spread(argv: list[str], count: int) -> int:
     from torch.multiprocessing import ProcessExitedException, start_processes
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    method, asked = "fork" if sys.platform == "linux" else "spawn", []
+    method = "fork" if sys.platform == "linux" else "spawn"
     with tempfile.TemporaryDirectory() as folder:
         arguments = (argv, count, f"file://{folder}/meeting")
         context: Any = start_processes(one_rank, arguments, count, False, start_method=method)
 
-        def forward(number: int, _: Any) -> None:
-            asked.append(number)
+        def forward(*_: Any) -> None:
             for process in context.processes:
                 process.terminate()
 
@@ -1344,8 +1167,7 @@ def spread(argv: list[str], count: int) -> int:
         except ProcessExitedException as error:
             if error.exit_code > 0:
                 return int(error.exit_code)  # the rank has said why
-            killed = f"rank {error.error_index} was ended by {error.signal_name}, so all ranks end"
-            complain("stopped before training began" if asked else killed)
+            complain(f"rank {error.error_index} was ended by {error.signal_name}; so all ranks end")
             return 1
     return 0
 
@@ -1382,37 +1204,28 @@ def main(argv: list[str]) -> int:
         for warning in without_effect(config, given) if local == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
         if config.dry_run:
-            result = dry_run(config) if rank == 0 else {}
-            if config.json and rank == 0:
-                print(json.dumps(result))
+            dry_run(config)
             return 0
-        alone = "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available()
-        if world == 1 and not alone and config.ranks_per_worker == 1 and "RANK" not in os.environ:
-            most = min(diloco.cores(), config.workers)
-            count = max(n for n in range(1, most + 1) if config.workers % n == 0)
-            if count > 1:
+        if not {"OMP_NUM_THREADS", "RANK"} & {*os.environ} and not torch.cuda.is_available():
+            counts = range(1, min(diloco.cores(), config.workers) + 1)
+            count = max(n for n in counts if config.workers % n == 0)
+            if count > 1 and config.ranks_per_worker == 1:
                 return spread(argv, count)
         return execute(config)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
+        code, words, known = 2, str(error), isinstance(error, diloco.Disagreement)
         if local and not torch.distributed.is_initialized():
             time.sleep(2)  # a mistake of all ranks ends this one before it repeats the line
-        if local == 0 or not isinstance(error, diloco.Disagreement):
-            complain(error if rank == 0 else f"rank {rank}: {error}")
-        return 2
     except (RuntimeError, OSError, MemoryError) as error:
-        words = next(iter(str(error).strip().splitlines()), "out of memory")
+        code, known = 1, isinstance(error, diloco.Failure)  # by all ranks
+        words = str(error).split("\n")[0] or "out of memory"
         if diloco.lost(error):
             words = f"another rank is gone, or slower than --timeout-minutes ({words})"
-        elif isinstance(error, torch.OutOfMemoryError):
-            words += " (--micro-batch, --activation-checkpointing)"
-        elif type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
-            words = f"torch.compile failed ({words}); --no-compile trains without it"
-        elif not isinstance(error, diloco.Failure | OSError | MemoryError):
+        elif not isinstance(error, diloco.Failure | OSError | MemoryError | torch.OutOfMemoryError):
             raise
-        known = isinstance(error, diloco.Failure)  # by all ranks
-        if local == 0 or not known:
-            complain(words if known or world == 1 else f"rank {rank}: {words}")
-        return 1
+    if local == 0 or not known:
+        complain(words if known or world == 1 else f"rank {rank}: {words}")
+    return code
 
 
 if __name__ == "__main__":

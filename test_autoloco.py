@@ -3951,7 +3951,6 @@ TRAIN_MANIFEST = "checkpoint/step-00000040/manifest.json"
     [
         (TRAIN_SHARED, train_flip, ""),
         (TRAIN_SHARED, train_tensor(lambda t, k: t.pop(k)), "cannot be read"),
-        (TRAIN_SHARED, train_tensor(lambda t, k: t.update({k: t[k].half()})), "another shape or"),
         (TRAIN_WORKER, Path.unlink, ""),
         (TRAIN_MANIFEST, train_half, ""),
         (TRAIN_MANIFEST, train_nothing, ""),

@@ -19,6 +19,8 @@ import sys
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes on waiting are not for users
 if __name__ == "__main__":  # what torch's import, which takes seconds, must not miss
+    if sys.platform == "win32":
+        sys.exit("train.py: Windows is not supported; use WSL")
     for number in (signal.SIGINT, signal.SIGTERM):  # the shell or torchrun says that it came
         signal.signal(number, signal.SIG_DFL)
 
@@ -428,6 +430,7 @@ def dry_run(config: Config) -> dict[str, Any]:
     flops = step_flops(config.shape, math.ceil(config.batch_size / S), config.seq_len)
     again = 4 / 3 if config.activation_checkpointing else 1.0
     step_seconds = config.step_seconds or flops * again / SUSTAINED_FLOPS
+    source = "as given" if config.step_seconds else "its FLOPs at 400 TFLOP/s, as on a large GPU"
     computing = config.steps * step_seconds / 3600
     methods: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
@@ -447,14 +450,17 @@ def dry_run(config: Config) -> dict[str, Any]:
         "intervals": diloco.format_runs(methods[config.method]["intervals"]),
         "payload": f"{payload(config) / 1e9:,.3f} GB a worker and direction, as {config.wire}",
         "link": f"{config.link_gbps:g} Gbit/s and {config.link_ms:g} ms",
-        "step": f"{step_seconds:.3g} s",
+        "step": f"{step_seconds:.3g} s, {source}",
     }
-    for hosted in (config.workers, 1) if S == 1 else (1,):
-        memory = memory_per_gpu(config, hosted)
+    for hosted, shards in ((config.workers, 1), (1, 1), (1, 8)) if S == 1 else ((1, S),):
+        memory = memory_per_gpu(replace(config, ranks_per_worker=shards), hosted)
         words = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in memory.items())
-        total, gpus = sum(memory.values()), config.workers // hosted * S
+        total, gpus = sum(memory.values()), config.workers // hosted * shards
         fits = "fits" if total <= FITS else "does not fit"
-        shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80: {words}"
+        layout = f" (--ranks-per-worker {shards})" if shards > 1 else ""
+        shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80{layout}: {words}"
+        if hosted == 1 and total <= FITS:
+            break
     for name, words in shown.items():
         print(f"{name:18}{words}")
     columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
@@ -648,7 +654,7 @@ def owned(config: Config) -> Iterator[bool]:
     """Own the run folder until the end; yields whether an earlier run is continued. Whoever comes
     second touches nothing. What ends before its first file leaves nothing.
     """
-    folder, resumes, overwrites = config.folder, config.resume, config.overwrite
+    folder, resumes, overwrites, free = config.folder, config.resume, config.overwrite, False
     # torchrun repeats the command line: a restart continues the run of this launch, and no other.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         with suppress(ValueError, KeyError, TypeError):
@@ -657,19 +663,21 @@ def owned(config: Config) -> Iterator[bool]:
                 overwrites = not resumes
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            free = True
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = free or {path.name for path in folder.iterdir()} <= {"config.json", "env.json"}
     except BlockingIOError:
         raise ValueError(f"{folder}: another process is writing this run") from None
     except OSError:
         pass  # not every file system has locks
     try:
-        begun = {path.name for path in folder.iterdir()} - {"config.json", "env.json"}
-        if begun and not resumes and not overwrites:
+        if not (free or resumes or overwrites):
             raise ValueError(f"{folder} exists: give --resume, --overwrite or --name")
         if not resumes:
             check_only_a_run(folder)
@@ -1042,6 +1050,8 @@ def say_what_runs(config: Config, workers: diloco.Workers, source: data.Source, 
         *source.notes,
         sep="\n",
     )
+    if config.dtype == "bf16" and workers.ranks.device.type == "cpu":
+        print("--dtype bf16: a CPU without bf16 units takes several times as long as with fp32")
 
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -1221,6 +1231,8 @@ def main(argv: list[str]) -> int:
         words = str(error).split("\n")[0] or "out of memory"
         if diloco.lost(error):
             words = f"another rank is gone, or slower than --timeout-minutes ({words})"
+        elif type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            words = f"torch.compile failed ({words}); --no-compile trains without it"
         elif not isinstance(error, diloco.Failure | OSError | MemoryError | torch.OutOfMemoryError):
             raise
     if local == 0 or not known:

@@ -5,7 +5,6 @@ A test is a claim; `# Sabotage:` says what to break in the program to see it go 
 
 from __future__ import annotations
 
-import ast
 import base64
 import contextlib
 import fcntl
@@ -3431,6 +3430,15 @@ def test_wrong_input_gets_one_line_and_code_2_before_anything_is_touched(
     assert train_tree(".") == before
 
 
+@pytest.mark.slow
+def test_without_a_compiler_the_last_line_names_no_compile(tmp_path):
+    lacking = {"PATH": "", "CXX": "/no/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    words = [sys.executable, train.__file__, "--compile", "--steps", "2", "--base-horizon", "2"]
+    environment = os.environ | lacking | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("; --no-compile trains without it\n")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -4547,41 +4555,13 @@ def test_a_run_that_is_not_finished_is_reported_as_far_as_it_is(eval_runs, tmp_p
 
 # ---------------------------------------------------------------- benchmarks and experiments
 
-BENCH_ROOT = Path(bench.__file__).resolve().parent.parent
-
-
-def bench_cli(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCH_ROOT)}
-    command = [sys.executable, "-m", "experiments.bench", *words]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-
-
-@pytest.mark.parametrize("words", [[], ["fast"], ["sync", "--quik"], ["sync", "--qui"]])
-def test_bench_leaves_with_2_on_a_command_line_that_means_nothing(words, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        bench.main(words)
-    assert leaving.value.code == 2 and "usage" in capsys.readouterr().err
-
 
 def test_a_goal_is_judged_by_the_median_of_the_turns():
     samples = {"plain": [1, 2, 1], "ours": [1, 3.6, 9]}
     assert bench.row("x", "s", samples, plain=1.8)[-2:] == ["1", "1.8 (1 to 9), goal 1.8: met"]
     assert bench.row("x", "s", samples, plain=1.7)[-1] == "1.8 (1 to 9), goal 1.7: MISSED"
-    assert bench.row("x", "s", {"ours": [7], "limit": [2]})[2:] == [
-        "7",
-        "2",
-        "3.5 (3.5 to 3.5)",
-        *"--",
-    ]
-
-
-def test_functions_take_turns_and_change_places():
-    order: list[str] = []
-    functions: Any = {name: lambda name=name: order.append(name) for name in "ab"}
-    times = bench.take_turns(functions, 2, lambda call: call() or float(len(order)))
-    assert "".join(order) == "abbaab" and times == {"a": [4, 5], "b": [3, 6]}  # the first warms up
+    cells = bench.row("x", "s", {"ours": [7], "limit": [2]})
+    assert cells[2:] == ["7", "2", "3.5 (3.5 to 3.5)", "-", "-"]
 
 
 # Sabotage: the sign of the pseudo-gradient, a skipped momentum, a theta that is not assigned.
@@ -4618,34 +4598,15 @@ def test_full_logits_and_chunked_loss_have_the_same_gradients():
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_bytes_table_has_the_published_savings_and_what_the_shapes_give(capsys):
-    assert bench.main(["bytes"]) == 0
-    printed = capsys.readouterr().out
-    assert "| c4-215m | autoloco | bf16 | 73 | 31.438 | 27.0 % |" in printed
-    assert "| ultrachat-8b | diloco | bf16 | 65 | 1,043.934 | 0.0 % |" in printed
-    assert "| ultrachat-8b | autoloco | int8 | 49 | 393.867 | 62.3 % |" in printed
-    for size, shape in model.SIZES.items():
-        numels = [s.numel() for s in model.parameter_shapes(shape).values()]
-        int8 = sum(n + 4 * math.ceil(n / 4096) for n in numels)
-        total = sum(numels)
-        assert f"| {size} | {total:,} | {4 * total:,} | {2 * total:,} | {int8:,} |" in printed
-    kept = (
-        experiments.PAGE.read_text()
-        .split("<!-- table: bench bytes -->")[1]
-        .split("<!-- end -->")[0]
-    )
-    numbers = (set(re.findall(r"[\d,.]+", text)) for text in (kept, printed))
-    assert next(numbers) <= next(numbers)  # a fork's size or codec prints more
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["sync", "codec"])
 def test_quick_prints_its_table_and_judges_it(command):
-    done = bench_cli(command, "--quick")
-    assert done.returncode in (0, 1), done.stderr
+    environment = os.environ | {"PYTHONPATH": str(README_HOME)}
+    words = [sys.executable, "-m", "experiments.bench", command, "--quick"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280)
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(lines) >= 3, done.stderr
-    assert (done.returncode == 1) == any("MISSED" in line for line in lines)
+    assert done.returncode == any("MISSED" in line for line in lines), done.stderr
 
 
 def bench_counted(numel: int) -> dict[str, tuple[int, int]]:
@@ -4871,19 +4832,6 @@ def test_readme_s_audit_is_what_the_program_prints():
     assert all(word in source for word in re.sub(r"\d+", "", replayed).split())
     for line in explained.splitlines():
         assert line.split()[0] in source, line
-
-
-@pytest.mark.parametrize("name", ["autoloco", "diloco", "train", "quant", "model", "data", "eval"])
-def test_sizes_in_the_reading_order_are_right_within_a_tenth(name):
-    source = (README_HOME / f"{name}.py").read_text()
-    code = enumerate((line.strip() for line in source.splitlines()), 1)
-    lines = {number for number, line in code if line and not line.startswith("#")}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    said = int(re.search(rf"\({name}\.py\) \(([\d,]+)\)", README)[1].replace(",", ""))
-    # A fork may add a codec to the smallest file.
-    assert abs(said - len(lines)) <= max(30, len(lines) / 10), f"{len(lines)} lines of code"
 
 
 def test_pinned_packages_are_those_of_the_built_in_text():

@@ -1236,7 +1236,7 @@ def main(argv: list[str]) -> int:
         elif not isinstance(error, diloco.Failure | OSError | MemoryError | torch.OutOfMemoryError):
             raise
     if local == 0 or not known:
-        complain(words if known or world == 1 else f"rank {rank}: {words}")
+        complain(words if known or rank == 0 else f"rank {rank}: {words}")
     return code
 
 

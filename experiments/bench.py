@@ -1,7 +1,6 @@
-"""Speed, memory and bytes against the machine's limits and against plain versions.
+"""Speed and memory against the machine's limits and against plain versions.
 
     python -m experiments.bench sync|codec|wire|step|memory|workers [--quick] [--write]
-    python -m experiments.bench bytes [--write]      # what travels, by model and recipe; no timing
 
 One table a command. Ours stands beside a limit and a plain version that were measured in the same
 run, taking turns; a ratio is the median of the turns, with the smallest and the largest. Times are
@@ -399,27 +398,6 @@ def bench_workers(quick: bool) -> Iterator[list[str]]:
     yield row("first progress line of train.py, corpus warm", "s", first, limit=1.0)
 
 
-# ---------------------------------------------------------------- what travels
-
-
-def bench_bytes() -> str:
-    """Payload of a synchronisation by codec and model, and of a whole run by recipe; Markdown."""
-    models, runs = [], []
-    for size in SIZES:
-        sizes = [quant.payload_bytes(codec, numels_of(size)) for codec in quant.CODECS.values()]
-        models.append([size, *(f"{value:,}" for value in (sum(numels_of(size)), *sizes))])
-    cases = [*product(train.RECIPES, ("diloco", "autoloco"), [""])]
-    for recipe, method, more in [*cases, ("ultrachat-8b", "autoloco", "--wire int8")]:
-        config, _ = train.parse(f"--recipe {recipe} --method {method} {more}".split())
-        walked = autoloco.simulate(config.rules, {})
-        found = train.totals(config, [planned.steps for planned, _ in walked])
-        sent, saved = f"{found['payload_bytes'] / 1e9:,.3f}", f"{100 * found['saved']:.1f} %"
-        runs.append([recipe, method, config.wire, found["synchronisations"], sent, saved])
-    head = "recipe | method | wire | synchronisations | payload of the run, GB | saved"
-    sizes_head = " | ".join(["model", "parameters", *quant.CODECS])
-    return evaluation.table(sizes_head, models) + "\n" + evaluation.table(head, runs)
-
-
 # ---------------------------------------------------------------- command line
 
 BENCHES = {
@@ -432,16 +410,13 @@ def main(argv: list[str]) -> int:
     """Run one command and print its table; 1 where a goal is missed."""
     parser = argparse.ArgumentParser("bench", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("name", choices=[*BENCHES, "bytes"])
+    parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer")
     parser.add_argument("--write", action="store_true", help="the table into RESULTS.md too")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)  # as a rank of a run has it on a CPU
     diloco.keep_freed_memory()
-    if given.name == "bytes":
-        text = bench_bytes()
-    else:
-        text = evaluation.table(HEAD, BENCHES[given.name](given.quick))
+    text = evaluation.table(HEAD, BENCHES[given.name](given.quick))
     print(text, end="")
     if given.write:
         write_table(f"bench {given.name}", text)

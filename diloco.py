@@ -366,27 +366,29 @@ class LocalUpdate(Workers):
         fp32 dots of cache-sized chunks, float64 across chunks: float64 over whole tensors costs 4
         to 14 times a dot.
         """
-        squares = []
-        for chunk in self.wire.chunks:
+        squares = torch.empty(len(self.wire.chunks), device=self.ranks.device)
+        for square, chunk in zip(squares, self.wire.chunks, strict=True):
             delta = cut(self.replicas[row].local, chunk)
             torch.sub(cut(self.shared, chunk), delta, out=delta)
-            squares.append(torch.dot(delta, delta))
-        return torch.stack(squares).double().sum()
+            torch.dot(delta, delta, out=square)
+        return squares.double().sum()
 
     def _move(self, plan: autoloco.Plan, include: Sequence[bool]) -> tuple[float, float]:
         """Second pass; returns the squared norms of the decoded mean and of the update."""
         step, momentum = self.outer_lr * plan.step_scale, self.buffers["momentum"]
-        means, updates = [], []
-        for chunk, mean in self.wire.mean([replica.local for replica in self.replicas], include):
-            means.append(torch.dot(mean, mean))
+        # One allocation: small ones between those of the chunks would leave holes of their size.
+        squares = torch.empty(2, len(self.wire.chunks), device=self.ranks.device)
+        found = self.wire.mean([replica.local for replica in self.replicas], include)
+        for (chunk, mean), square in zip(found, squares.T, strict=True):
+            torch.dot(mean, mean, out=square[0])
             if plan.divisor != 1.0:
                 mean = mean.div_(plan.divisor)
             theta = cut(self.shared, chunk)
             update = self.outer_step(theta, cut(momentum, chunk), mean, plan.momentum, step)
-            updates.append(torch.dot(update, update))
+            torch.dot(update, update, out=square[1])
             for replica in self.replicas:
                 cut(replica.local, chunk).copy_(theta)
-        sums = torch.stack([torch.stack(means), torch.stack(updates)]).double().sum(1).cpu()
+        sums = squares.double().sum(1).cpu()
         # A dot differs in its last bit between kinds of processor and numbers of threads: the first
         # worker's ranks speak for all.
         sums = self.ranks.gather(sums)[: self.ranks.ranks_per_worker].sum(0)

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the accepted interval's
+EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the interval's just completed
 BOUND_RETIRES = 0.90  # A.2: a rejected bound's previewed exposure over its recorded one
 HISTORY = 16  # A.1: residuals that are kept
 SCALE_FLOOR = 0.10  # A10: 10 % in drift or coherence is never called a deviation of many sigmas

@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     `values` are its named statistics: log and report show whatever stands there.
     """
 
-    values: dict[str, float]  # drift: D_t, NaN if a worker was not finite; coherence: C_t; ...
+    values: dict[str, float]  # drift: D_t, not finite if a worker was not; coherence: C_t; ...
     records: dict[str, Tensor]  # name of RECORD -> (K, H_t) float64
     excluded: tuple[int, ...]  # workers left out because their pseudo-gradient was not finite
 
@@ -171,7 +171,8 @@ class Workers:
         targets = nn.functional.pad(batch.targets, fill, value=IGNORE)[shard::shards]
         rows = self.micro_batch or len(inputs)
         loss_sum = torch.zeros((), device=device)
-        self.model.zero_grad()
+        for parameter in self.parameters:  # the model's own may be gathered ones of FSDP2
+            parameter.grad = None
         mixed = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
         for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
             with mixed:
@@ -686,7 +687,7 @@ class Ranks:
         return range(group * per_rank, (group + 1) * per_rank)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Every rank's vector, (world, n) in rank order: the only scalars that travel.
+        """Every rank's vector, (world, n) in rank order.
 
         `values` is (n,) on the CPU, of the same length on all ranks.
         """

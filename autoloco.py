@@ -148,8 +148,7 @@ def exposure(rules: Rules, start: int, count: int) -> float:
 
         Lambda(s, H) = sum of eta(s), ..., eta(s + H - 1)                               B.2
 
-    Summed exactly (fsum): a preview and the later measurement of the same steps are equal, bit for
-    bit.
+    Summed exactly (fsum): a preview and the later measurement of the same steps have equal bits.
     """
     return math.fsum(rules.rates[start : start + count])
 
@@ -858,9 +857,7 @@ def explain(one: Replayed) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """`replay LOG` or `explain LOG [INTERVAL]`: exit 0, 1 where the log and the rules differ, 2 on
-    misuse.
-    """
+    """`replay LOG` or `explain LOG [INTERVAL]`: 0, 1 where log and rules differ, 2 on misuse."""
     match argv:
         case ["replay" | "explain", path] | ["explain", path, _]:
             command, wanted = argv[0], argv[2:]

@@ -311,9 +311,7 @@ class Workers:
 
 
 class LocalUpdate(Workers):
-    """DiLoCo and AutoLoCo: workers that train apart and synchronise through pseudo-gradients (D.1,
-    B.5).
-    """
+    """DiLoCo and AutoLoCo: workers that train apart and exchange pseudo-gradients (D.1, B.5)."""
 
     shared_buffers = ("shared", "momentum")
 
@@ -868,9 +866,7 @@ def _meet(rank: int, world: int, device: torch.device, minutes: float) -> tuple[
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Order-independent sum of the bits of 1-D fp32 tensors, modulo 2^64: equal weights have equal
-    sums.
-    """
+    """Sum of the bits of 1-D fp32 tensors in any order, modulo 2^64: the same for equal weights."""
     total = 0
     for tensor in tensors:
         pairs = tensor.numel() // 2 * 2

@@ -4695,17 +4695,6 @@ def test_an_experiment_runs_once_keeps_its_rows_and_a_try_changes_nothing(tmp_pa
     assert not lab.known() and len(lab._replace(trains=False).known()) == 2
 
 
-@pytest.mark.slow
-def test_the_program_s_hash_follows_what_it_computes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = []
-    for rate in ("0.7", "0.7", "0.71"):
-        monkeypatch.setattr(experiments, "PROBES", ["--wire int8"])
-        monkeypatch.setattr(experiments, "PROBE", experiments.PROBE.replace("0.7", rate, 1))
-        found.append(experiments.program.__wrapped__())
-    assert found[0] == found[1] != found[2]
-
-
 @pytest.mark.parametrize("words", [["mian"], ["main", "--seeds", "0"]])
 def test_an_unknown_experiment_or_no_seed_is_refused(words):
     with pytest.raises(SystemExit) as leaving:
@@ -4821,17 +4810,6 @@ def test_readme_s_dry_run_is_what_the_program_prints(capsys):
     assert train.main(command.split()) == 0
     lines = iter(capsys.readouterr().out.splitlines())
     assert all(line in lines for line in printed.splitlines())  # in order; a fork prints more
-
-
-def test_readme_s_audit_is_what_the_program_prints():
-    replayed, explained = re.search(
-        r"\$ python autoloco.py replay .*\n(.*)\n\$ python autoloco.py explain .*\n([^`]*)```",
-        README,
-    ).groups()
-    source = inspect.getsource(autoloco)
-    assert all(word in source for word in re.sub(r"\d+", "", replayed).split())
-    for line in explained.splitlines():
-        assert line.split()[0] in source, line
 
 
 def test_pinned_packages_are_those_of_the_built_in_text():

@@ -4666,9 +4666,7 @@ def test_the_old_reading_of_kappa_is_another_run_and_has_no_rho(monkeypatch):
 def test_results_page_is_what_the_kept_runs_give():
     kept = experiments.Lab(experiments.KEPT, trains=False)
     assert experiments.page(kept) == experiments.PAGE.read_text()
-    rows = list(kept.known().values())
-    assert len({(row["program"], row["corpus"]) for row in rows}) <= 1
-    assert all("command" in row for row in rows)
+    assert len({(row["program"], row["corpus"]) for row in kept.known().values()}) <= 1
 
 
 @pytest.mark.slow

@@ -159,10 +159,10 @@ _C4: dict[str, Any] = dict(
     wire="bf16", dtype="bf16", compile=True,
 )  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(max_step_scale=1.5),
+    "tiny": dict(outer_momentum=0.7),
     "tiny-sft": dict(
         data="doctests", seq_len=256, steps=600, warmup=20, lr=5e-4, base_horizon=10,
-        normalise=True, wire="bf16", max_step_scale=1.5,
+        normalise=True, wire="bf16", outer_momentum=0.7,
     ),
     "c4-215m": _C4,
     "c4-215m-ablation": _C4 | dict(workers=4, outer_momentum=0.7),  # A25
@@ -1238,7 +1238,8 @@ def main(argv: list[str]) -> int:
         elif not isinstance(error, diloco.Failure | OSError | MemoryError | torch.OutOfMemoryError):
             raise
     if local == 0 or not known:
-        complain(words if known or rank == 0 else f"rank {rank}: {words}")
+        plain = known or world == 1 or (code == 2 and rank == 0)
+        complain(words if plain else f"rank {rank}: {words}")
     return code
 
 

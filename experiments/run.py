@@ -382,7 +382,8 @@ def readings_table(rows: list[Row]) -> str:
         agree = sum(low <= value <= high for value, (_, low, high) in found)
         cells = (f"{value:+.4f}" for value in values)
         lines.append([kappa, point[1], *cells, f"{agree} of {len(FACTS)}"])
-    return evaluation.table(" | ".join(["reading", "momentum", *FACTS, "agrees"]), lines)
+    head = " | ".join(["reading", "momentum", *FACTS, "agrees"])
+    return evaluation.table(head, lines) if len(lines) > 1 else ""  # the paper's line alone
 
 
 def restraint_table(rows: list[Row]) -> str:
@@ -400,7 +401,8 @@ def tables(name: str, found: Found) -> str:
     """Markdown of an experiment's runs."""
     if name == "restraint":
         return restraint_table(found["runs"])
-    text, arms = evaluation.results(found["runs"]), evaluation.by_arm(found["runs"])
+    arms = evaluation.by_arm(found["runs"])
+    text = evaluation.results(found["runs"]) if arms else ""
     if name == "readings":
         text += "\n" + readings_table(found["runs"])
         text += "\nkappa's bound on the tuning seed.\n\n" + evaluation.results(found["bounds"])
@@ -420,7 +422,7 @@ def tables(name: str, found: Found) -> str:
         heads = (f"{rate}, {momentum}" for rate, momentum in POINTS)
         text += "\nTuning: validation loss at outer rate and momentum, on another seed.\n\n"
         text += evaluation.table(" | ".join(["arm", *heads]), lines)
-    return text
+    return text.lstrip()
 
 
 def filled(page: str, name: str, text: str) -> str:
@@ -437,7 +439,7 @@ def page(lab: Lab) -> str:
     text = PAGE.read_text()
     for name, experiment in EXPERIMENTS.items():
         found = experiment(lab)
-        text = filled(text, name, tables(name, found) if found["runs"] else "")
+        text = filled(text, name, tables(name, found) if any(found.values()) else "")
     return text
 
 

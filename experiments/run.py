@@ -507,7 +507,8 @@ def draw(name: str, rows: list[Row]) -> None:
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     seeds = len({row["seed"] for row in rows})
-    title = f"0.8M-parameter model, four workers: mean and standard deviation over {seeds} seeds"
+    spread = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    title = f"0.8M-parameter model, four workers: {spread}"
     axes.set_title(title, fontsize=10, loc="left")
     FIGURES[name](axes, rows)
     figure.savefig(HERE / f"{FIGURES[name].__name__}.png", dpi=120)

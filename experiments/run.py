@@ -59,6 +59,7 @@ class Job(NamedTuple):
     seed: int
     flags: str  # of train.py; before them OLD_KAPPA for the old reading of B.4
     base: str = "diloco"
+    start: str = ""  # run whose weights it begins with
 
     @property
     def config(self) -> train.Config:
@@ -70,7 +71,7 @@ class Job(NamedTuple):
     def name(self) -> str:
         """Run folder: settings of equal effect are the same run, however they were given."""
         config = self.config
-        settings: list[Any] = [self.flags.startswith(OLD_KAPPA)]
+        settings: list[Any] = [self.flags.startswith(OLD_KAPPA), *filter(None, [self.start])]
         for one in fields(config):
             value, needs = getattr(config, one.name), one.metadata.get("needs")
             if value != one.default and (needs is None or train.NEEDS[needs](config)):
@@ -82,6 +83,7 @@ class Job(NamedTuple):
         folder = Path("runs", name or self.name)
         module = "experiments.run" if self.flags.startswith(OLD_KAPPA) else "train"
         command = ["-m", module, *self.flags.split(), "--seed", str(self.seed)]
+        command += ["--init-from", f"runs/{self.start}"] if self.start else []
         more = [sys.executable, *command, "--name", folder.name, "--overwrite"]
         alone = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         done = subprocess.run(more, env=alone, capture_output=True, text=True)
@@ -316,12 +318,15 @@ def readings(lab: Lab) -> Found:
 
 def sft(lab: Lab) -> Found:
     """Fine-tuning (E.3, G.2) after a `tiny` run: wires, with and without normalisation."""
+    starts = [Job("start", seed, METHODS["autoloco"]) for seed in lab.seeds(3)]
+    lab.execute(starts)
     jobs = []
-    for start in paired(lab, {"start": METHODS["autoloco"]}, {None: 3})["runs"]:
-        first = f"--recipe tiny-sft --init-from runs/{start['run']}"
+    for start in starts:
+        if lab.trains and not Path("runs", start.name, "summary.json").exists():
+            start.train()  # its row is kept, its weights are not here
         for (arm, more), wire in product(SFT.items(), ("fp32", "bf16", "int8")):
-            settings = f"{first} {more} --wire {wire}"
-            jobs.append(Job(f"{arm}, {wire}", start["seed"], settings, f"diloco, {wire}"))
+            settings, base = f"--recipe tiny-sft {more} --wire {wire}", f"diloco, {wire}"
+            jobs.append(Job(f"{arm}, {wire}", start.seed, settings, base, start.name))
     return {"runs": lab.execute(jobs)}
 
 

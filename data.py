@@ -679,7 +679,9 @@ def open_source(config: Any, revision: str = "") -> Source:
         facts |= json.loads((folder.parent / "corpus.json").read_text())
     training, held = hub_shards(data, facts, revision) if data in HUB else local_shards(folder)
     _, row = next(rows_of([*held, *training][0]), (1, b""))
-    chat = facts["chat"] = (b'"messages"' if isinstance(row, bytes) else "messages") in row
+    with suppress(ValueError, RecursionError):  # a damaged row is named where it is read
+        row = json.loads(row) if isinstance(row, bytes) else row
+    chat = facts["chat"] = isinstance(row, dict) and "messages" in row
     if not held:
         held = [shard._replace(held_out=True) for shard in training]
         training = [shard._replace(held_out=False) for shard in training]

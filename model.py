@@ -419,7 +419,7 @@ def _config(raw: dict[str, Any]) -> ModelConfig:
     raw = {key: value for key, value in raw.items() if value is not None}
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    raw |= rope | {"rope_type": rope_type}
+    raw = {"model_type": "unknown"} | raw | rope | {"rope_type": rope_type}
     only = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     only["rope_type"] = "default" if rope_type == "default" else "llama3"
     only["partial_rotary_factor"] = 1

@@ -461,8 +461,10 @@ def dry_run(config: Config) -> dict[str, Any]:
         fits = "fits" if total <= FITS else "does not fit"
         layout = f" (--ranks-per-worker {shards})" if shards > 1 else ""
         shown[f"memory on {gpus}"] = f"{total / 1e9:.3g} GB a GPU, {fits} in 80{layout}: {words}"
-        if hosted == 1 and total <= FITS:
-            break
+        if hosted == 1 and shards == S:
+            result = methods[config.method] | {"memory_bytes": memory, "methods": methods}
+            if total <= FITS:
+                break
     for name, words in shown.items():
         print(f"{name:18}{words}")
     columns = ("syncs", "GB", "payload", "h on link", "h in all", "computing")
@@ -473,7 +475,6 @@ def dry_run(config: Config) -> dict[str, Any]:
             f"{saved_words(row['saved']):>17}{row['hours']:17.3g}{computing + row['hours']:17.3g}"
             f"{100 * row['utilisation']:15.1f} %"
         )
-    result = methods[config.method] | {"memory_bytes": memory, "methods": methods}
     if config.json:
         print(json.dumps(result))
     return result
@@ -886,6 +887,8 @@ def build_workers(config: Config, ranks: diloco.Ranks, source: data.Source) -> d
     if config.init_from and not config.resume:
         parameters = dict(network.named_parameters())
         for name, value in load_weights(Path(config.init_from)):
+            if not value.isfinite().all():
+                raise ValueError(f"--init-from {config.init_from}: {name} is not finite")
             model.assign(parameters[name], value)
     else:
         network.init_weights(config.seed)

@@ -428,8 +428,9 @@ def _config(raw: dict[str, Any]) -> ModelConfig:
         if raw.get(key, supported) != supported:
             raise ValueError(f"{key} is {raw[key]!r}, but only {supported!r} is supported")
     # transformers' defaults, where a key is absent
-    raw = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0} | raw
-    raw = {"num_key_value_heads": raw["num_attention_heads"]} | raw
+    absent: dict[str, Any] = {"num_key_value_heads": raw["num_attention_heads"]}
+    absent |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+    raw = absent | raw
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(*(rope[field.name] for field in fields(RopeScaling)))

@@ -30,7 +30,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, chain, compress, groupby
+from itertools import accumulate, chain, compress, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -553,13 +553,37 @@ def parse_runs(text: str) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- the wire (G)
 
+PIECES = 4  # that a synchronisation travels in
+PIECE_BYTES = 2**20  # at least, or a small model would wait for its messages
+Receive = Callable[[], dict[int, Tensor]]  # waits for the message of each other group
+Parts = Sequence[list[Chunk]]  # of a piece, by the group of ranks that averages them
+Tensors = Sequence[Sequence[Tensor]]  # 1-D fp32 tensors of each worker of this rank
+
+
+def average(rows: Sequence[Iterator[Tensor]]) -> Iterator[Tensor]:
+    """fp32 mean of each chunk: summed in worker order, then divided, so that it does not depend on
+    the layout. The first row is overwritten.
+    """
+    for total in rows[0]:
+        for row in rows[1:]:
+            total.add_(next(row))
+        yield total.div_(len(rows)) if len(rows) > 1 else total
+
+
+def begun_early(journeys: Iterable[Iterator[Any]]) -> Iterator[Iterator[Any]]:
+    """Iterators without their first items, each of which is taken one iterator early: while a piece
+    travels, the next one is encoded.
+    """
+    begun = ((journey, next(journey)) for journey in journeys)
+    return (journey for (journey, _), _ in pairwise(chain(begun, [(iter(()), None)])))
+
 
 class Wire:
     """The mean of one tensor list per worker, every part through the codec (G).
 
     All-to-all of encoded parts, fp32 mean of the own part in worker order, encoded once, then
-    all-gather. Whole chunks, hence whole blocks, are handed out, a contiguous part to each group of
-    ranks.
+    all-gather; piece by piece, so that one travels while the next is encoded. Of each piece whole
+    chunks, hence whole blocks, are handed out, a contiguous part to each group of ranks.
     """
 
     def __init__(self, ranks: Ranks, codec: Codec, numels: Sequence[int]) -> None:
@@ -567,58 +591,53 @@ class Wire:
         # A GPU wants few large chunks, a CPU those that stay in its cache.
         self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else GPU_SLAB)
         sizes = [codec.nbytes(chunk) for chunk in self.chunks]
-        self.payload_bytes = sum(sizes)
         self.me = ranks.rank // ranks.ranks_per_worker
-        self.parts: list[list[Chunk]] = [[] for _ in range(ranks.groups)]
+        count = min(PIECES, 1 + sum(sizes) // PIECE_BYTES)
+        parts: Parts = [[] for _ in range(count * ranks.groups)]
         for chunk, before in zip(self.chunks, accumulate(sizes, initial=0), strict=False):
-            self.parts[before * ranks.groups // self.payload_bytes].append(chunk)
-        self.sizes = [sum(map(codec.nbytes, part)) for part in self.parts]  # of a message, bytes
+            parts[before * len(parts) // sum(sizes)].append(chunk)
+        starts = range(0, len(parts), ranks.groups)
+        self.pieces = [parts[at : at + ranks.groups] for at in starts]
 
-    def mean(
-        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
-    ) -> Iterator[tuple[Chunk, Tensor]]:
+    def mean(self, hosted: Tensors, include: Sequence[bool]) -> Iterator[tuple[Chunk, Tensor]]:
         """Average over workers, chunk by chunk, as every worker decodes it.
 
             mean = decode(encode(1/K' sum_k decode(encode(Delta_k))))                   G
 
-        k in worker order over the K' included workers; `hosted` are 1-D fp32 tensors of each worker
-        of this rank, `include` (K,) is the same on all ranks and has at least one. Yields every
-        chunk in order with the decoded mean, (n,) fp32, which the caller may change; `hosted` is
-        overwritten where that saves a copy.
+        k in worker order over the K' included workers; `include` (K,) is the same on all ranks and
+        has at least one. Yields every chunk in order with the decoded mean, (n,) fp32, which the
+        caller may change; `hosted` is overwritten where that saves a copy.
         """
-        own, means = self.parts[self.me], self._means(hosted, include)
-        if self.ranks.groups == 1:  # nothing travels, so no message is made
+        journeys = (self._journey(parts, hosted, include) for parts in self.pieces)
+        for journey in begun_early(begun_early(journeys)):
+            yield from journey
+
+    def _journey(self, parts: Parts, hosted: Tensors, include: Sequence[bool]) -> Iterator[Any]:
+        """One piece in three steps: send the parts, send the mean, yield what `mean` yields."""
+        own, here, at = parts[self.me], len(hosted), self.me * len(hosted)
+        sizes = [sum(map(self.codec.nbytes, part)) for part in parts]
+        sends = {
+            group: self._encode(part * here, [cut(row, chunk) for row in hosted for chunk in part])
+            for group, part in enumerate(parts)
+            if group != self.me
+        }
+        receive = self.ranks.exchange(sends, [here * sizes[self.me]] * len(parts))
+        yield
+        # Of each worker its decoded chunks; the own workers stand between those of other ranks.
+        rows = [self._decode(own, row) for each in receive().values() for row in each.chunk(here)]
+        rows[at:at] = [map(self.round_trip, own, [cut(t, chunk) for chunk in own]) for t in hosted]
+        means = average(list(compress(rows, include)))
+        if not sends:  # nothing travels, so no message is made
+            yield
             yield from zip(own, map(self.round_trip, own, means), strict=True)
             return
         mine = self._encode(own, means)
-        others = {group: mine for group in range(self.ranks.groups) if group != self.me}
-        messages = self.ranks.exchange(others, self.sizes) | {self.me: mine}
-        for group, part in enumerate(self.parts):
+        receive = self.ranks.exchange(dict.fromkeys(sends, mine), sizes)
+        del sends, rows
+        yield
+        messages = receive() | {self.me: mine}
+        for group, part in enumerate(parts):
             yield from zip(part, self._decode(part, messages[group]), strict=True)
-
-    def _means(
-        self, hosted: Sequence[Sequence[Tensor]], include: Sequence[bool]
-    ) -> Iterator[Tensor]:
-        """fp32 mean of each chunk of the own part: summed in worker order, then divided, so that
-        it does not depend on the layout.
-        """
-        own, here, groups = self.parts[self.me], len(hosted), self.ranks.groups
-        sends = {
-            group: self._encode(part * here, [cut(row, chunk) for row in hosted for chunk in part])
-            for group, part in enumerate(self.parts)
-            if group != self.me
-        }
-        found = self.ranks.exchange(sends, [here * self.sizes[self.me]] * groups)
-        del sends
-        # Of each worker its decoded chunks, one after the other.
-        rows = [self._decode(own, row) for message in found.values() for row in message.chunk(here)]
-        at = self.me * here  # the own workers stand between those of other ranks
-        rows[at:at] = [map(self.round_trip, own, [cut(t, chunk) for chunk in own]) for t in hosted]
-        rows = list(compress(rows, include))
-        for total in rows[0]:
-            for row in rows[1:]:
-                total.add_(next(row))
-            yield total.div_(len(rows)) if len(rows) > 1 else total
 
     def _encode(self, chunks: Sequence[Chunk], sources: Iterable[Tensor]) -> Tensor:
         """One message: the encodings of the chunks, one after the other."""
@@ -723,9 +742,10 @@ class Ranks:
                     words = f"rank {rank} has {own.get(name)}, rank {rank % apart} has {value}"
                     raise error(f"{name}: {words}")
 
-    def exchange(self, sends: Mapping[int, Tensor], sizes: Sequence[int]) -> dict[int, Tensor]:
-        """One message of bytes to, and one of `sizes[group]` bytes from, each other group's rank of
-        the same shard, all at once; staged where the wire is on the CPU and the device is not.
+    def exchange(self, sends: Mapping[int, Tensor], sizes: Sequence[int]) -> Receive:
+        """Begin to send one message of bytes to, and receive one of `sizes[group]` bytes from, each
+        other group's rank of the same shard; staged where the wire is on the CPU and the device is
+        not.
         """
         wire, S = self.wire_device, self.ranks_per_worker
         found = {g: torch.empty(sizes[g], dtype=torch.uint8, device=wire) for g in sends}
@@ -735,10 +755,15 @@ class Ranks:
             for group, tensor in tensors.items()
             if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        travelling = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
-        return {group: tensor.to(self.device) for group, tensor in found.items()}
+
+        def receive() -> dict[int, Tensor]:
+            for work in travelling:
+                work.wait()
+            return {group: tensor.to(self.device) for group, tensor in found.items()}
+
+        return receive
 
     def watch(self, store: Any) -> None:
         """Tell the other ranks of a signal that came to this one, and hear of theirs: one look a

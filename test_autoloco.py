@@ -1583,6 +1583,7 @@ def plain_sums() -> Iterator[int]:
 
 def test_the_mean_of_three_processes_is_the_plain_one_bit_for_bit_60_times(monkeypatch):
     monkeypatch.setattr(diloco, "SLAB", 2 * BLOCK)  # many chunks of few numbers
+    monkeypatch.setattr(diloco, "PIECE_BYTES", 2 * BLOCK)  # several pieces travel at a time
     plain = list(plain_sums())
     assert wire_sums(diloco.Ranks(workers=3)) == plain
     assert on_ranks(3, lambda: wire_sums(diloco.connect(3)[0])) == [plain] * 3

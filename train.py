@@ -380,7 +380,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
 
         states       4 n (R (3 + w) + 1 + s)    parameters and AdamW of R workers, gradients; s
                      shared and w worker buffers, as the method's workers declare them
-        wire         e max(1, 2 R (G-1)/G)      parts sent and received; then the whole mean
+        wire         2 e (2 R (G-1)/G + 1) / P  of two pieces parts sent and received, of two means
         copies       2 n in bf16; S > 1: c (3 b + 2 r) + 4 max(b, r), as FSDP2 gathers two blocks
                      and the rest, and reduces the gradient of one and the rest in fp32
         activations  tokens (layers (16 C + c (5 C + 3 D G' + 4 F)) + 16 C); with checkpointing
@@ -388,9 +388,9 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
         loss         a chunk's logits as c bytes, twice as fp32; 4 V C for the head's gradient
 
     n parameters of a rank (S-th part), b and r of a block and outside of blocks, e encoded bytes of
-    n, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of SwiGLU. ddp
-    holds R gradients and one model. Not in it: what torch and the driver need, and fragmentation;
-    `FITS` leaves a tenth for them.
+    n, P pieces, c bytes of a number in computation, G groups of ranks, D G' width of keys, F of
+    SwiGLU. ddp holds R gradients and one model. Not in it: what torch and the driver need, and
+    fragmentation; `FITS` leaves a tenth for them.
     """
     size, S, groups = config.shape, config.ranks_per_worker, config.workers // hosted
     local, whole = shard_numels(config, 0), model.parameter_shapes(size)
@@ -413,7 +413,7 @@ def memory_per_gpu(config: Config, hosted: int) -> dict[str, float]:
     logits = min(tokens * size.vocab_size * c, model.CHUNK_BYTES["cuda"])
     return {
         "states": 4 * n * buffers,
-        "wire": encoded * max(1, 2 * hosted * (groups - 1) / groups) if groups > 1 else 0,
+        "wire": encoded * (4 * hosted * (1 - 1 / groups) + 2) / diloco.PIECES if groups > 1 else 0,
         "copies": copies,
         "activations": tokens * (kept + 16 * C),
         "loss": logits * (1 + 8 / c) + 4 * size.vocab_size * C,

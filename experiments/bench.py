@@ -198,8 +198,8 @@ def bench_memory(quick: bool) -> Iterator[list[str]]:
     samples["ours"] = launch(sync_memory, 1, 1, "fp32", False)
     samples["plain"] = launch(sync_memory, 1, 1, "fp32", True)
     yield row(f"{what}, one rank", "MiB", samples, limit=1.0)
-    # Parts sent and received, and the mean: the encoded bytes, twice.
-    most = 64 + 2 * quant.payload_bytes(quant.CODECS["int8"], numels_of("215m")) / MIB
+    # As much as is encoded travels at a time: see train.memory_per_gpu.
+    most = 64 + quant.payload_bytes(quant.CODECS["int8"], numels_of("215m")) / MIB
     samples = {"limit": [most] * 2, "ours": launch(sync_memory, 2, 2, "int8", False)}
     yield row(f"{what}, two ranks, int8", "MiB", samples, limit=1.0)
 

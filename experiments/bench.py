@@ -1,6 +1,6 @@
 """Speed and memory against the machine's limits and against plain versions.
 
-    python -m experiments.bench sync|codec|wire|step|memory|workers [--quick] [--write]
+    python -m experiments.bench sync|codec|wire|step|memory|start [--quick] [--write]
 
 One table a command. Ours stands beside a limit and a plain version that were measured in the same
 run, taking turns; a ratio is the median of the turns, with the smallest and the largest. Times are
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,11 +92,10 @@ def launch(function: Callable[..., Any], world: int, *given: Any) -> list[Any]:
     return [found[rank] for rank in range(world)]
 
 
-def memory(kind: str) -> float:
-    """This process's VmHWM, its peak, or Pss, where pages that others share count in part; MiB."""
+def peak_memory() -> float:
+    """Of this process so far, MiB."""
     # Not getrusage, whose maximum a new process inherits from the one that started it.
-    text = "".join(Path("/proc/self", name).read_text() for name in ("status", "smaps_rollup"))
-    return int(text.split(f"{kind}:")[1].split()[0]) / 1024
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
 def numels_of(size: str) -> list[int]:
@@ -122,29 +120,6 @@ def workers_on(
     return diloco.LocalUpdate(network, [optimizer], ranks, quant.CODECS[codec], clip=1.0)
 
 
-def plain_outer(workers: diloco.LocalUpdate) -> Callable[[], None]:
-    """Plain: one parameter after the other, in the manner of OpenDiLoCo, without statistics.
-
-    A fresh pseudo-gradient, torch's own SGD with Nesterov momentum, a fresh copy of the result, on
-    the workers' own tensors.
-    """
-    local, shared = workers.replicas[0].local, workers.shared
-    rate = workers.outer_lr * PLAN.step_scale
-    outer = torch.optim.SGD(shared, rate, PLAN.momentum, nesterov=True, foreach=False)
-    for theta, momentum in zip(shared, workers.buffers["momentum"], strict=True):
-        outer.state[theta]["momentum_buffer"] = momentum
-
-    def synchronise() -> None:
-        for theta_k, theta in zip(local, shared, strict=True):
-            theta.grad = theta - theta_k
-        outer.step()
-        outer.zero_grad()
-        for theta_k, theta in zip(local, shared, strict=True):
-            theta_k.copy_(theta.clone())
-
-    return synchronise
-
-
 def traffic(workers: diloco.LocalUpdate) -> None:
     """Limit: the 5 reads and 4 writes of the parameters that a synchronisation cannot avoid.
 
@@ -164,51 +139,42 @@ def traffic(workers: diloco.LocalUpdate) -> None:
 def bench_sync(quick: bool) -> Iterator[list[str]]:
     """Synchronisation at 215M in fp32 with statistics, without communication."""
     workers = workers_on(parameters(numels_of("215m")))
-    functions: Functions = {
-        "limit": partial(traffic, workers),
-        "plain": plain_outer(workers),
-        "ours": partial(workers.synchronise, PLAN),
-    }
-    times = take_turns(functions, 3 if quick else 11)
-    what = "synchronisation, 215M, fp32, with statistics"
-    yield row(what, "s", times, limit=1.8, plain=0.67)
+    ours: Callable[[], Any] = partial(workers.synchronise, PLAN)
+    times = take_turns({"limit": partial(traffic, workers), "ours": ours}, 3 if quick else 11)
+    yield row("synchronisation, 215M, fp32, with statistics", "s", times, limit=1.8)
 
 
 # ---------------------------------------------------------------- memory of a synchronisation
 
 
-def sync_memory(world: int, codec: str, plain: bool) -> float:
+def sync_memory(world: int, codec: str) -> float:
     """One rank: peak memory of the first synchronisation at 215M, beyond parameters, anchor and
-    momentum, MiB.
-
-    AdamW's state and the gradients of a run are not there: neither version touches them.
+    momentum, MiB. AdamW's state and the gradients of a run, which it does not touch, are not there.
     """
     ranks, _ = diloco.connect(world)
     numels, before = numels_of("215m"), 0.0
     for sizes in ([MIB], numels):  # a small one first loads threads and libraries
-        before, workers = memory("VmHWM"), workers_on(parameters(sizes), ranks, codec)
-        (plain_outer(workers) if plain else partial(workers.synchronise, PLAN))()
+        before, workers = peak_memory(), workers_on(parameters(sizes), ranks, codec)
+        workers.synchronise(PLAN)
     ranks.leave()
-    return memory("VmHWM") - before - 3 * 4 * sum(numels) / MIB
+    return peak_memory() - before - 3 * 4 * sum(numels) / MIB
 
 
 def bench_memory(quick: bool) -> Iterator[list[str]]:
     """What a synchronisation needs beyond the state that a run keeps anyway."""
-    what, samples = "extra memory of a synchronisation, 215M", {"limit": [64.0]}
-    samples["ours"] = launch(sync_memory, 1, 1, "fp32", False)
-    samples["plain"] = launch(sync_memory, 1, 1, "fp32", True)
-    yield row(f"{what}, one rank", "MiB", samples, limit=1.0)
-    # As much as is encoded travels at a time: see train.memory_per_gpu.
-    most = 64 + quant.payload_bytes(quant.CODECS["int8"], numels_of("215m")) / MIB
-    samples = {"limit": [most] * 2, "ours": launch(sync_memory, 2, 2, "int8", False)}
-    yield row(f"{what}, two ranks, int8", "MiB", samples, limit=1.0)
+    # Between ranks as much as is encoded travels at a time: see train.memory_per_gpu.
+    encoded = quant.payload_bytes(quant.CODECS["int8"], numels_of("215m")) / MIB
+    for world, codec, travels in ((1, "fp32", 0.0), (2, "int8", encoded)):
+        found = launch(sync_memory, world, world, codec)
+        what = f"extra memory of a synchronisation, 215M, {codec}, ranks: {world}"
+        yield row(what, "MiB", {"limit": [64 + travels] * world, "ours": found}, limit=1.0)
 
 
 # ---------------------------------------------------------------- codecs
 
 
 def bench_codec(quick: bool) -> Iterator[list[str]]:
-    """int8's encode and decode against a copy of the tensor (limit); its error on Gaussian data."""
+    """int8's encode and decode against a copy of the tensor (limit)."""
     codec, turns = quant.CODECS["int8"], 7 if quick else 15
     source = torch.randn(MIB << (4 if quick else 7))
     target, chunk = torch.empty_like(source), quant.Chunk(0, 0, quant.SLAB, quant.BLOCK)
@@ -226,10 +192,6 @@ def bench_codec(quick: bool) -> Iterator[list[str]]:
     for what, function, goal in (("encode", encode, 2.5), ("decode", decode, 1.1)):
         times = take_turns({"limit": copy, "ours": function}, turns)
         yield row(f"int8 {what}, {len(source) // MIB} Mi elements", "s", times, limit=goal)
-    decode()
-    error = 100 * float((target - source).norm() / source.norm())
-    samples = {"limit": [0.9], "ours": [error]}
-    yield row("int8's relative L2 error on Gaussian numbers", "%", samples, limit=1.0)
 
 
 # ---------------------------------------------------------------- the wire
@@ -326,10 +288,10 @@ def stepper(kind: str) -> Callable[[], None]:
 
 def step_memory(kind: str) -> float:
     """Peak memory of two local steps, beyond the interpreter and the libraries, MiB."""
-    before, step = memory("VmHWM"), stepper(kind)
+    before, step = peak_memory(), stepper(kind)
     step()
     step()
-    return memory("VmHWM") - before
+    return peak_memory() - before
 
 
 def bench_step(quick: bool) -> Iterator[list[str]]:
@@ -341,29 +303,7 @@ def bench_step(quick: bool) -> Iterator[list[str]]:
     yield row(f"peak memory with AdamW, {what}", "MiB", peaks, plain=0.45)
 
 
-# ---------------------------------------------------------------- workers and start-up
-
-
-def worked(steps: int) -> tuple[float, float]:
-    """One rank of 8 `tiny` workers on random tokens: CPU seconds of an interval, MiB."""
-    ranks, _ = diloco.connect(8)
-    network = Transformer(SIZES["tiny"])
-    network.init_weights(0)
-    workers, batch = workers_on(network, ranks), random_batch(SIZES["tiny"], 2, 128)
-
-    def interval() -> None:
-        workers.begin(steps)
-        for _, index in product(range(steps), range(len(ranks.hosted))):
-            workers.step(index, batch, 1e-4)
-        workers.synchronise(PLAN)
-
-    interval()  # warms up
-    taken = cpu_seconds(interval)
-    dist.barrier()  # everybody's pages are still there: shared ones count once
-    held = memory("Pss")
-    dist.barrier()
-    ranks.leave()
-    return taken, held
+# ---------------------------------------------------------------- start-up
 
 
 def first_line() -> float:
@@ -382,18 +322,9 @@ def first_line() -> float:
     return taken
 
 
-def bench_workers(quick: bool) -> Iterator[list[str]]:
-    """8 workers on 2 ranks against 8 processes; time to the first progress line."""
-    turns, steps = (1, 10) if quick else (3, 40)
-    cpu: dict[str, list[float]] = {"plain": [], "ours": []}
-    held: dict[str, list[float]] = {"plain": [], "ours": []}
-    for _, (name, world) in product(range(turns), (("plain", 8), ("ours", 2))):
-        ranks = launch(worked, world, steps)
-        cpu[name].append(sum(seconds for seconds, _ in ranks))
-        held[name].append(sum(size for _, size in ranks))
-    what = "8 workers on 2 ranks (plain: 8 processes)"
-    yield row(f"{what}, {steps} steps: CPU time", "s", cpu, plain=1.05)
-    yield row(f"{what}: memory", "MiB", held, plain=0.4)
+def bench_start(quick: bool) -> Iterator[list[str]]:
+    """Time to the first progress line."""
+    turns = 1 if quick else 5
     first = {"limit": [5.0] * turns, "ours": [first_line() for _ in range(turns)]}
     yield row("first progress line of train.py, corpus warm", "s", first, limit=1.0)
 
@@ -402,7 +333,7 @@ def bench_workers(quick: bool) -> Iterator[list[str]]:
 
 BENCHES = {
     bench.__name__.removeprefix("bench_"): bench
-    for bench in (bench_sync, bench_codec, bench_wire, bench_step, bench_memory, bench_workers)
+    for bench in (bench_sync, bench_codec, bench_wire, bench_step, bench_memory, bench_start)
 }
 
 

@@ -6,8 +6,7 @@
 
 As many runs at a time as there are cores, one process of one thread each. Every finished run is a
 line of results/runs.jsonl, and none is repeated, whichever experiment needs it. A table shows what
-is kept. With --seeds an experiment is only tried: its runs are kept in runs/experiments/, its
-tables go to the screen.
+is kept.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ import train
 
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE = HERE / "results" / "runs.jsonl", HERE / "RESULTS.md"
-TRIED = Path("runs", "experiments", "runs.jsonl")
 TUNING_SEED = 100  # not among the reported ones
 POINTS = ((0.7, 0.5), (0.7, 0.7), (0.7, 0.9), (0.5, 0.7), (0.5, 0.9), (1.0, 0.7))  # alpha_0, mu_0
 LONGER = " --steps 10000 --warmup 200 --base-horizon 100"
@@ -78,9 +76,9 @@ class Job(NamedTuple):
                 settings.append((one.name, value))
         return f"experiment-{zlib.crc32(repr(settings).encode()):08x}-{self.seed}"
 
-    def train(self, name: str = "") -> Row:
+    def train(self) -> Row:
         """Its summary; trained in a process of its own."""
-        folder = Path("runs", name or self.name)
+        folder = Path("runs", self.name)
         module = "experiments.run" if self.flags.startswith(OLD_KAPPA) else "train"
         command = ["-m", module, *self.flags.split(), "--seed", str(self.seed)]
         command += ["--init-from", f"runs/{self.start}"] if self.start else []
@@ -117,13 +115,13 @@ def program() -> str:
     kind. Runs of an equal program on an equal machine can be set side by side; a change that only
     reads differently keeps them.
     """
-    jobs = {f"probe-{at}": Job("", 0, probe + PROBE) for at, probe in enumerate(PROBES)}
+    jobs = [Job("", 0, probe + PROBE) for probe in PROBES]
     with ThreadPoolExecutor(diloco.cores()) as pool:
-        [*pool.map(lambda name: jobs[name].train(name), jobs)]
+        [*pool.map(Job.train, jobs)]
     bits = [
         [row[key] for key in keys]
-        for name, (log, keys) in product(jobs, BITS.items())
-        for row in train.read_rows(Path("runs", name, f"{log}.jsonl"))
+        for job, (log, keys) in product(jobs, BITS.items())
+        for row in train.read_rows(Path("runs", job.name, f"{log}.jsonl"))
         if keys[0] in row
     ]
     return hashlib.sha256(json.dumps(bits).encode()).hexdigest()[:16]
@@ -144,50 +142,43 @@ class Lab(NamedTuple):
 
     store: Path
     trains: bool
-    tried: int | None = None  # seeds
-
-    def seeds(self, usual: int) -> range:
-        """Of the reported runs."""
-        return range(self.tried or usual)
 
     def known(self) -> dict[str, Row]:
-        """The kept runs by name; before training, those of this program."""
+        """The kept runs of this program by name; of the latest one where none is trained."""
         rows = train.read_rows(self.store) if self.store.exists() else []
-        return {r["run"]: r for r in rows if not self.trains or r["program"] == program()}
+        wanted = program() if self.trains else [None, *(row["program"] for row in rows)][-1]
+        return {row["run"]: row for row in rows if row["program"] == wanted}
 
     def execute(self, jobs: Sequence[Job]) -> list[Row]:
-        """A row a job, in order, keeping every run as it comes."""
-        known = self.known()
+        """A row a job, in order."""
         if self.trains:
-            missing = {job.name: job for job in jobs if job.name not in known}
-            self.finish(list(missing.values()), known)
+            known = self.known()
+            self.finish({job.name: job for job in jobs if job.name not in known})
+        known = self.known()
         found = ((job, known.get(job.name)) for job in jobs)
         return [row | dict(arm=job.arm, base=job.base) for job, row in found if row]
 
-    def finish(self, jobs: Sequence[Job], known: dict[str, Row]) -> None:
-        """Train all of them; the bar counts steps, also of what is running."""
+    def finish(self, jobs: Mapping[str, Job]) -> None:
+        """Train these, keeping every run as it comes; the bar counts steps, also of what runs."""
         self.store.parent.mkdir(parents=True, exist_ok=True)
-        steps = sum(job.config.steps for job in jobs)
+        steps = sum(job.config.steps for job in jobs.values())
         with ThreadPoolExecutor(diloco.cores()) as pool, tqdm(total=steps, unit="step") as bar:
-            open_jobs = {pool.submit(job.train): job for job in jobs}
-            before = 0
+            running = {pool.submit(job.train) for job in jobs.values()}
             try:
-                while open_jobs:
-                    for done in wait(open_jobs, 10, FIRST_COMPLETED).done:
-                        job = open_jobs.pop(done)
-                        known[job.name] = done.result() | {"program": program()}
-                        lines = (json.dumps(row) + "\n" for row in known.values())
-                        self.store.write_text("".join(lines))
-                        before += job.config.steps
-                    bar.n = before + sum(map(steps_done, open_jobs.values()))
+                while running:
+                    done, running = wait(running, 10, FIRST_COMPLETED)
+                    with open(self.store, "a") as store:
+                        for one in done:
+                            store.write(json.dumps(one.result() | {"program": program()}) + "\n")
+                    bar.n = sum(map(steps_done, jobs))
                     bar.refresh()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def steps_done(job: Job) -> int:
-    """Of a run that may not have begun; an earlier run's log is not its own."""
-    log = Path("runs", job.name, "metrics.jsonl")
+def steps_done(name: str) -> int:
+    """Of a run that may not have begun."""
+    log = Path("runs", name, "metrics.jsonl")
     return len(train.read_rows(log)) if log.exists() else 0
 
 
@@ -281,7 +272,7 @@ def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], usual: int) ->
     tuning = compare(lab, [TUNING_SEED], {arm: points for arm in arms if arm != "ddp"})
     chosen = {"ddp": points} | best(tuning)
     at = {arm: chosen[arm][:1] for arm in arms if arm in chosen}
-    return {"tuning": tuning, "runs": compare(lab, lab.seeds(usual), at)}
+    return {"tuning": tuning, "runs": compare(lab, range(usual), at)}
 
 
 def paired(
@@ -294,7 +285,7 @@ def paired(
     for (point, usual), (arm, settings) in product(seeds.items(), arms.items()):
         at, more = (case(point), outer(point)) if point else ("", "")
         of = base + arm[len(arm.split(",")[0]) :] + at
-        jobs += [Job(arm + at, seed, settings + more, of) for seed in lab.seeds(usual)]
+        jobs += [Job(arm + at, seed, settings + more, of) for seed in range(usual)]
     return {"runs": lab.execute(jobs)}
 
 
@@ -318,7 +309,7 @@ def readings(lab: Lab) -> Found:
 
 def sft(lab: Lab) -> Found:
     """Fine-tuning (E.3, G.2) after a `tiny` run: wires, with and without normalisation."""
-    starts = [Job("start", seed, METHODS["autoloco"]) for seed in lab.seeds(3)]
+    starts = [Job("start", seed, METHODS["autoloco"]) for seed in range(3)]
     lab.execute(starts)
     jobs = []
     for start in starts:
@@ -333,7 +324,7 @@ def sft(lab: Lab) -> Found:
 def longer(lab: Lab) -> Found:
     """Five times the steps and the base horizon, at the main comparison's points."""
     points = best(compare(lab, [TUNING_SEED], dict.fromkeys(PUBLISHED, POINTS)))
-    return {"runs": compare(lab, lab.seeds(3), points, LONGER)}
+    return {"runs": compare(lab, range(3), points, LONGER)}
 
 
 SFT = {name: METHODS[name] for name in ("diloco", "autoloco")}
@@ -353,7 +344,7 @@ ABLATION_SEEDS: dict[Point | None, int] = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0
 EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
     "readings": readings,
     "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, 5),
-    "published": lambda lab: {"runs": compare(lab, lab.seeds(5), PUBLISHED)},
+    "published": lambda lab: {"runs": compare(lab, range(5), PUBLISHED)},
     "ablation": lambda lab: paired(lab, ABLATION, ABLATION_SEEDS),
     "sft": sft,
     "wires": lambda lab: paired(lab, WIRES, {None: 5}, "fp32"),
@@ -534,27 +525,20 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("run", description=__doc__)
     parser.formatter_class = argparse.RawTextHelpFormatter
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--seeds", type=int, help="only try it: seeds 0 to N - 1, nothing is kept")
-    given = parser.parse_args(argv)
-    if not set(given.names) <= set(EXPERIMENTS):
+    names = parser.parse_args(argv).names
+    if not set(names) <= set(EXPERIMENTS):
         parser.error(f"NAME is one of {', '.join(EXPERIMENTS)}")
-    if given.seeds is not None and not 1 <= given.seeds <= TUNING_SEED:
-        parser.error(f"--seeds {given.seeds}: 1 to {TUNING_SEED}")
-    lab = Lab(TRIED if given.seeds else KEPT, True, given.seeds)
     try:
-        for name in given.names:
-            found = EXPERIMENTS[name](lab)
-            if given.seeds:
-                print(f"\n{name}\n\n{tables(name, found)}")
+        for name in names:
+            EXPERIMENTS[name](Lab(KEPT, trains=True))
     except (RuntimeError, ValueError) as error:
         print(f"run: {error}", file=sys.stderr)
         return 1
-    if not given.seeds:
-        kept = Lab(KEPT, trains=False)
-        PAGE.write_text(page(kept))
-        for name in FIGURES:
-            if rows := EXPERIMENTS[name](kept)["runs"]:
-                draw(name, rows)
+    kept = Lab(KEPT, trains=False)
+    PAGE.write_text(page(kept))
+    for name in FIGURES:
+        if rows := EXPERIMENTS[name](kept)["runs"]:
+            draw(name, rows)
     return 0
 
 

@@ -34,6 +34,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 EXPOSURE_CAP = 1.15  # A.2: a candidate's previewed exposure over the interval's just completed
@@ -778,14 +779,10 @@ def last_state(rules: Rules, rows: Iterable[Mapping[str, Any]]) -> State:
     return [start(rules), *(one.after for one in replay(rules, rows))][-1]
 
 
-def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
-    """Rules, rows, and a warning if a torn last line was dropped, of an `intervals.jsonl`.
-
-    ValueError names the file, and the line if one is damaged.
-    """
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Rows of a log, and whether a torn last line was dropped; ValueError names file and line."""
     try:
-        with open(path, encoding="utf-8") as file:
-            *lines, torn = file.read().split("\n")  # a complete file ends with a newline
+        *lines, torn = path.read_text().split("\n")  # a complete file ends with a newline
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     rows: list[dict[str, Any]] = []
@@ -794,11 +791,19 @@ def read_log(path: str) -> tuple[Rules, list[dict[str, Any]], str | None]:
             rows.append({**json.loads(line)})
         except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{path}: line {number} is not a JSON object") from None
+    return rows, bool(torn)
+
+
+def read_log(path: Path) -> tuple[Rules, list[dict[str, Any]], bool]:
+    """Rules, rows, and whether a torn last line was dropped, of an `intervals.jsonl`.
+
+    ValueError names the file, and the line if one is damaged.
+    """
+    rows, torn = read_rows(path)
     try:
-        rules = rules_from_header(rows[0] if rows else {})
+        return rules_from_header(rows[0] if rows else {}), rows[1:], torn
     except ValueError as error:
         raise ValueError(f"{path}: line 1: {error}") from None
-    return rules, rows[1:], f"{path}: the torn last line is dropped" if torn else None
 
 
 # ---------------------------------------------------------------- why this horizon
@@ -865,12 +870,12 @@ def main(argv: list[str]) -> int:
             print("usage: python autoloco.py replay LOG | explain LOG [INTERVAL]", file=sys.stderr)
             return 2
     try:
-        rules, rows, warning = read_log(path)
+        rules, rows, torn = read_log(Path(path))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if warning:
-        print(warning, file=sys.stderr)
+    if torn:
+        print(f"{path}: the torn last line is dropped", file=sys.stderr)
     try:
         taken = list(replay(rules, rows))
     except ValueError as error:

@@ -209,6 +209,18 @@ HELD = ("moderate", "severe", "nonfinite")  # verdicts after which the controlle
 TASK_COLUMNS = ("task", "metric", "value", "stderr", "n", "shots", "limit", "lm_eval")
 
 
+def settings(config: train.Config) -> list[str]:
+    """Recipe, method, and what differs from the recipe, the seed apart."""
+    usual = asdict(train.Config(**{"recipe": config.recipe, **train.RECIPES[config.recipe]}))
+    idle = train.RESUME_MAY_CHANGE | {"recipe", "method", "seed", "init_from"}
+    changed = [
+        f"{name.replace('_', '-')} {value}"
+        for name, value in asdict(config).items()
+        if name not in idle and value != usual[name]
+    ]
+    return [config.recipe, config.method, *changed]
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run folder holds: totals, a row of `metrics` a step, of `intervals` a
@@ -224,18 +236,9 @@ class Run:
 
     @cached_property
     def settings(self) -> list[str]:
-        """Recipe, method, what differs from the recipe, and how far it is if it is not finished."""
-        recipe = self.config.recipe
-        usual = asdict(train.Config(**{"recipe": recipe, **train.RECIPES[recipe]}))
-        idle = train.RESUME_MAY_CHANGE | {"recipe", "method", "seed", "init_from"}
-        changed = [
-            f"{name.replace('_', '-')} {value}"
-            for name, value in asdict(self.config).items()
-            if name not in idle and value != usual[name]
-        ]
+        """Those of the config, and how far the run is if it is not finished."""
         done, steps = len(self.metrics), self.config.steps
-        partly = [f"{done:,} of {steps:,} steps"] if done < steps else []
-        return [recipe, self.config.method, *changed, *partly]
+        return [*settings(self.config), *[f"{done:,} of {steps:,} steps"] * (done < steps)]
 
     @cached_property
     def arm(self) -> str:
@@ -289,7 +292,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """A run's records; it need not be finished."""
     config = train.load_config(path)
-    metrics, log = (train.read_rows(path / f"{name}.jsonl") for name in train.LOGS)
+    metrics, log = (autoloco.read_rows(path / f"{name}.jsonl")[0] for name in train.LOGS)
     intervals = [row for row in log if "rules" not in row]  # without the headers
     if not metrics or not intervals:
         raise ValueError(f"{path}: has not synchronised once")

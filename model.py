@@ -12,7 +12,8 @@ key-value heads, V vocabulary, n rows of a chunk.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -25,14 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# What a damaged file makes of the code that reads it, beside a ValueError.
+DAMAGE = (OSError, SafetensorError, LookupError, TypeError, AttributeError, RecursionError)
 IGNORE = -100  # target of a position that does not count
 LARGE_VOCABULARY = 4096  # tokens; above it the loss is chunked
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}  # logits that the chunked loss holds at once
 CACHE_BYTES = 2**21  # of them, what passes through the softmax together on a CPU
-# What a shape may hold, by type: a damaged file's counts would exhaust the memory.
-RANGES = {bool: ((bool,), 0, 1), int: ((int,), 1, 2**24), float: ((int, float), 1e-30, 1e30)}
-# What a damaged file can do to the code that reads it.
-WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,6 @@ class ModelConfig:
         """Raises ValueError where the numbers do not make a model."""
         if isinstance(self.rope_scaling, dict):  # from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        for shape in filter(None, (self, self.rope_scaling)):
-            for name, kind in type(shape).__annotations__.items():
-                if kind in RANGES:
-                    value, (types, least, most) = getattr(shape, name), RANGES[kind]
-                    if type(value) not in types or not least <= value <= most:
-                        words = f"no {kind.__name__} from {least:,} to {most:,}"
-                        raise ValueError(f"{name} is {value!r}, {words}")
         if self.width % (2 * self.heads):  # rotary turns pairs
             raise ValueError(f"width {self.width} does not give {self.heads} heads of even width")
         if self.heads % self.kv_heads:
@@ -406,13 +398,26 @@ def save_hf(
     Path(path, "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What goes wrong with a file is a ValueError that begins with its path."""
+    try:
+        yield
+    except ValueError as error:
+        words = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: {words}") from None
+    except DAMAGE as error:
+        raise ValueError(f"{path}: cannot be read ({error!r})") from None
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Model shape from the config.json of a Hugging Face folder.
 
     Rotary settings: `rope_theta` beside `rope_scaling`, or, since transformers 5,
     `rope_parameters`. ValueError: one line naming file and fault, as in `read_weights`.
     """
-    return _read(folder / "config.json", lambda file: _config(json.loads(file.read_text())))
+    with naming(folder / "config.json"):
+        return _config(json.loads((folder / "config.json").read_text()))
 
 
 def _config(raw: dict[str, Any]) -> ModelConfig:
@@ -445,11 +450,14 @@ def read_weights(
     Full CPU tensors: with `assign`, a rank that keeps a shard of an 8B model never holds it whole.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    shards = _read(index, _shards) if index.exists() and not single.exists() else [single]
-    files: dict[str, tuple[Path, Any]] = {}
-    for shard in shards:
-        file = _read(shard, lambda shard: safe_open(shard, framework="pt"))
-        files |= {hf: (shard, file) for hf in file.keys()}
+    shards, files = {single.name}, dict[str, tuple[Path, Any]]()
+    if index.exists() and not single.exists():
+        with naming(index):
+            shards = {*json.loads(index.read_text())["weight_map"].values()}
+    for shard in (folder / name for name in sorted(shards)):
+        with naming(shard):
+            file = safe_open(shard, framework="pt")
+            files |= {hf: (shard, file) for hf in file.keys()}
 
     layout, shapes = hf_layout(config), parameter_shapes(config)
     known = {hf for parts in layout.values() for hf, _ in parts}
@@ -468,19 +476,5 @@ def read_weights(
                 raise ValueError(f"{shard}: {hf} is {tuple(tensor.shape)}, not {shape}")
             if not tensor.is_floating_point() or tensor.itemsize < 2:
                 raise ValueError(f"{shard}: {hf} is {tensor.dtype}, not floats of 16 to 64 bits")
-            if not tensor.isfinite().all():
-                raise ValueError(f"{shard}: {hf} has values that are not finite")
             tensors.append(tensor)
         yield own, torch.cat(tensors).to(dtype)  # cat copies, so that no file stays mapped
-
-
-def _shards(index: Path) -> list[Path]:
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [index.parent / Path(name).name for name in sorted(set(names))]
-
-
-def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
-    try:
-        return reader(file)
-    except (OSError, SafetensorError, *WRONG) as error:
-        raise ValueError(f"{file}: cannot be read: {error!r}") from None

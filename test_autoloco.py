@@ -2505,12 +2505,12 @@ def test_a_json_tokenizer_takes_begin_end_and_chat_from_its_folder(tmp_path, mon
             data.open_tokenizer(str(tmp_path / name))
 
 
-def test_a_damaged_tokenizer_file_is_named_with_its_line(tmp_path):
+def test_a_damaged_tokenizer_file_is_named(tmp_path):
     file = data_bpe(tmp_path)
     lines = file.read_text().splitlines()
     for line, spoilt in ((3, "AA"), (5, "!!!! 4"), (7, "BQ== six"), (258, "IHQ= 300"), (200, "")):
         file.write_text("\n".join([*lines[: line - 1], spoilt, *lines[line:]]) + "\n")
-        with one_line(f"^{re.escape(str(file))}:{line}: "):
+        with one_line(f"^{re.escape(str(file))}: "):
             data.open_tokenizer("llama3", [tmp_path])
     file.write_text("\n".join(lines[:200]) + "\n")
     with one_line("tokenizer.model: no token for some of the 256 bytes"):
@@ -2865,9 +2865,9 @@ def test_parameter_shapes_are_those_of_the_model_in_its_order_and_only_matrices_
     assert kept == {"attention_norm", "mlp_norm", "norm"}
 
 
-@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"tied": "no"}])
+@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}])
 def test_impossible_shapes_are_refused(change):
-    with pytest.raises(ValueError, match="head|layers|tied"):
+    with pytest.raises(ValueError, match="head"):
         replace(MODEL_SMALL, **change)
 
 
@@ -3117,17 +3117,15 @@ def model_index(*names: str):
 
 
 MODEL_BAD = {
-    "not JSON": (model_file("config.json", "{"), "config.json: cannot be read"),
+    "not JSON": (model_file("config.json", "{"), "config.json: Expecting property name"),
     "not a Llama": (model_config(model_type="gpt2"), "model_type is 'gpt2'"),
     "no width": (model_file("config.json", '{"model_type": "llama"}'), "KeyError..hidden_size"),
-    "huge": (model_config(vocab_size=10**20), "vocab_size is 1000"),
     "bias": (model_config(attention_bias=True), "attention_bias is True"),
     "rope type": (model_config(rope_scaling={"type": "yarn"}), "rope_type is 'yarn'"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
     "cut short": (model_file("model.safetensors", "{"), "model.safetensors: cannot be read"),
     "missing tensor": (model_norm(None), "no tensor model.norm.weight"),
     "wrong shape": (model_norm(torch.ones(31)), r"model.norm.weight is \(31,\), not \(32,\)"),
-    "infinite": (model_norm(torch.full((32,), float("inf"))), "norm.weight has values that are"),
     "bias tensor": (
         lambda d: model_edit_weights(d, model__norm__bias=torch.ones(32)),
         "model.safetensors: model.norm.bias has no place",
@@ -3144,6 +3142,16 @@ def test_bad_weight_folders_are_refused_in_one_line_that_names_the_file(tmp_path
     break_it(tmp_path)
     with one_line(f"^{re.escape(str(tmp_path))}.*{message}"):
         model_load(tmp_path)
+
+
+def test_weights_to_start_from_are_finite(tmp_path):
+    model.save_hf(tmp_path, MODEL_SMALL, model_state(MODEL_SMALL))
+    model_norm(torch.full((32,), math.inf))(tmp_path)
+    config = train.Config(init_from=str(tmp_path))
+    source: Any = SimpleNamespace(vocab_size=MODEL_SMALL.vocab_size, notes=[])
+    source.tokenizer = SimpleNamespace(name="bytes")
+    with one_line(f"^--init-from {re.escape(str(tmp_path))}: norm is not finite"):
+        train.build_workers(config, diloco.Ranks(), source)
 
 
 def test_bf16_weights_come_back_as_bf16_and_as_fp32_without_leftovers_of_old_exports(tmp_path):
@@ -3515,7 +3523,7 @@ def test_a_finished_run_goes_on_for_more_steps_and_its_log_replays(train_place, 
     assert train_run(f"{TRAIN_LINE} --steps 40 --name run") == 0
     assert train_run("--resume --name run --steps 60") == 0
     assert "extended from 40 to 60 steps" in capsys.readouterr().out
-    rules, rows, _ = autoloco.read_log("runs/run/intervals.jsonl")
+    rules, rows, _ = autoloco.read_log(Path("runs/run/intervals.jsonl"))
     assert (rules.steps, autoloco.last_state(rules, rows).step) == (40, 60)
     assert train.load_config(Path("runs/run")).steps == 60
     assert train_run(f"{TRAIN_LINE} --steps 40 --method linear --name other") == 0

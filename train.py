@@ -53,7 +53,7 @@ import data
 import diloco
 import model
 import quant
-from model import ModelConfig
+from model import ModelConfig, naming
 
 Scores = dict[str, float]
 
@@ -575,28 +575,10 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """What goes wrong with a file of a run is a ValueError that begins with its path."""
-    try:
-        yield
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    except ValueError as error:
-        words = str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: {words}") from None
-
-
 def read_json(path: Path) -> Any:
     """A JSON file."""
     with naming(path):
         return json.loads(path.read_text())
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """A log's rows; a torn last line is left out."""
-    with naming(path):
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def load_config(folder: Path) -> Config:
@@ -833,7 +815,7 @@ def restore(run: Run, workers: diloco.Workers) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
                 other.rename(aside)
     ranks.share(None)  # ALL RANKS: nobody reads a log before it is cut
-    rules, rows, _ = autoloco.read_log(str(log))
+    rules, rows, _ = autoloco.read_log(log)
     run.rows = [row for row in rows if "rules" not in row]
     run.spent |= manifest["unfinished"]
     with naming(log):
@@ -1064,7 +1046,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 def finish(run: Run, measured: Scores) -> None:
     """Write summary.json, totals of the logs and final losses, and print the final table."""
-    config, metrics = run.config, read_rows(run.folder / "metrics.jsonl")
+    config, metrics = run.config, autoloco.read_rows(run.folder / "metrics.jsonl")[0]
     last = metrics[-max(1, len(metrics) // 50) :]  # 2 % of steps
     losses = [row["loss"] for row in last if row["loss"] is not None]
     seconds = sum(row["local_seconds"] + row["sync_seconds"] for row in run.rows)
@@ -1118,8 +1100,6 @@ def flags_parser() -> Parser:
 def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     """Command line -> checked Config, and what the user gave. ValueError names flag or file."""
     given = vars(flags_parser().parse_args(argv))
-    if bare := [name for name, value in given.items() if isinstance(value, list)]:
-        raise ValueError(f"{flag(bare[0])}: no value")  # what argparse makes of --steps=--
     if given.get("resume"):
         return resumed(given), given
     if given.get("init_from") and "tokenizer" not in given:

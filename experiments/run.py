@@ -23,7 +23,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import fields
 from functools import cache
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -67,13 +66,8 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Run folder: settings of equal effect are the same run, however they were given."""
-        config = self.config
-        settings: list[Any] = [self.flags.startswith(OLD_KAPPA), *filter(None, [self.start])]
-        for one in fields(config):
-            value, needs = getattr(config, one.name), one.metadata.get("needs")
-            if value != one.default and (needs is None or train.NEEDS[needs](config)):
-                settings.append((one.name, value))
+        """Run folder: equal settings are the same run, however they were given."""
+        settings = [self.flags.startswith(OLD_KAPPA), self.start, *evaluation.settings(self.config)]
         return f"experiment-{zlib.crc32(repr(settings).encode()):08x}-{self.seed}"
 
     def train(self) -> Row:
@@ -121,7 +115,7 @@ def program() -> str:
     bits = [
         [row[key] for key in keys]
         for job, (log, keys) in product(jobs, BITS.items())
-        for row in train.read_rows(Path("runs", job.name, f"{log}.jsonl"))
+        for row in autoloco.read_rows(Path("runs", job.name, f"{log}.jsonl"))[0]
         if keys[0] in row
     ]
     return hashlib.sha256(json.dumps(bits).encode()).hexdigest()[:16]
@@ -145,7 +139,7 @@ class Lab(NamedTuple):
 
     def known(self) -> dict[str, Row]:
         """The kept runs of this program by name; of the latest one where none is trained."""
-        rows = train.read_rows(self.store) if self.store.exists() else []
+        rows = autoloco.read_rows(self.store)[0] if self.store.exists() else []
         wanted = program() if self.trains else [None, *(row["program"] for row in rows)][-1]
         return {row["run"]: row for row in rows if row["program"] == wanted}
 
@@ -179,7 +173,7 @@ class Lab(NamedTuple):
 def steps_done(name: str) -> int:
     """Of a run that may not have begun."""
     log = Path("runs", name, "metrics.jsonl")
-    return len(train.read_rows(log)) if log.exists() else 0
+    return len(autoloco.read_rows(log)[0]) if log.exists() else 0
 
 
 # ---------------------------------------------------------------- arms

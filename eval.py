@@ -349,11 +349,12 @@ def results(rows: Sequence[dict[str, Any]]) -> str:
             spread(differences, "+"),
             f"{below} of {len(differences)}" if differences else "-",
             " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))),
+            sum(len(row["held"]) for row in group),
             f"{statistics.fmean(row['payload_bytes'] for row in group) / 1e6:,.1f} MB",
             "-" if None in shares else train.saved_words(statistics.fmean(shares)),
         )
         lines.append(cells)
-    head = "arm | seeds | train loss | val loss | difference | below | syncs | payload"
+    head = "arm | seeds | train loss | val loss | difference | below | syncs | held back | payload"
     return table(f"{head} | against DiLoCo", lines)
 
 

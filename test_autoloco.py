@@ -4514,7 +4514,7 @@ def test_labels_leave_out_what_all_share_and_hold_no_formula():
 
 
 def test_results_pair_the_runs_of_equal_seeds_by_hand():
-    common = dict(train_loss=1.0, synchronisations=3, payload_bytes=2_000_000, saved=0.5)
+    common = dict(train_loss=1.0, synchronisations=3, payload_bytes=2_000_000, saved=0.5, held=[])
     losses = {"a": (2.0, 3.0), "b": (2.5, 2.0)}
     rows = [
         common | dict(arm=arm, base="a", seed=seed, val_loss=loss)
@@ -4523,7 +4523,7 @@ def test_results_pair_the_runs_of_equal_seeds_by_hand():
     ]
     assert evaluation.paired(rows[2:], rows[:2]) == [-0.5, 0.0]
     first, second = evaluation.results(rows).splitlines()[2:]
-    ours = "| a | 2 | 1.0000 ± 0.0000 | 2.5000 ± 0.7071 | - | - | 3 | 2.0 MB | 50.0 % less |"
+    ours = "| a | 2 | 1.0000 ± 0.0000 | 2.5000 ± 0.7071 | - | - | 3 | 0 | 2.0 MB | 50.0 % less |"
     assert first == ours and "| -0.2500 ± 0.3536 | 1 of 2 |" in second
 
 

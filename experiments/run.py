@@ -87,9 +87,14 @@ class Job(NamedTuple):
             "run": self.name,
             "command": " ".join(["python", *command]),
             "corpus": train.read_facts(folder)["data"].get("sha256"),
-            "curve": [round(one.smoothed[end - 1], 5) for end in ends],
+            "curve": [[sent(one, end), round(one.smoothed[end - 1], 5)] for end in ends],
             "update": [*one.update_norms.values()][-1],  # median, at the longest horizon
         }
+
+
+def sent(run: evaluation.Run, step: int) -> float:
+    """MB that one worker has sent by the end of a step."""
+    return sum(row["payload_bytes"] for row in run.intervals if row["step"] <= step) / 1e6
 
 
 PROBES = [f"--method {method}" for method in train.METHODS]
@@ -376,21 +381,8 @@ def readings_table(rows: list[Row]) -> str:
     return evaluation.table(head, lines) if len(lines) > 1 else ""  # the paper's line alone
 
 
-def restraint_table(rows: list[Row]) -> str:
-    """Where the controller held back, and why."""
-    lines = []
-    for row in rows:
-        loss, held = evaluation.spread([row["train_loss"]]), "; ".join(row["held"]) or "-"
-        executed = diloco.format_runs(row["intervals"])
-        lines.append([row["arm"], loss, row["synchronisations"], executed, held])
-    head = "case | train loss | syncs | executed intervals | interval: where it held back"
-    return evaluation.table(head, lines)
-
-
 def tables(name: str, found: Found) -> str:
     """Markdown of an experiment's runs."""
-    if name == "restraint":
-        return restraint_table(found["runs"])
     arms = evaluation.by_arm(found["runs"])
     text = evaluation.results(found["runs"]) if arms else ""
     if name == "readings":
@@ -467,15 +459,8 @@ def band(axes: Any, arm: str, seeds: Sequence[Sequence[Point]]) -> None:
 def headline(axes: Any, rows: list[Row]) -> None:
     """Smoothed training loss against the payload that a worker has sent."""
     for arm in LOOKS:
-        curves = []
-        for row in (row for row in rows if row["arm"] == arm):
-            ends = list(accumulate(n for count, n in row["intervals"] for _ in range(count)))
-            each, parts = row["payload_bytes"] / len(ends) / 1e6, len(row["curve"])
-            steps = [ends[-1] * (k + 1) / parts for k in range(parts)]
-            sent = [each * sum(end <= step for end in ends) for step in steps]
-            # Without the fall of the first 15 % of the steps.
-            curves.append(list(zip(sent, row["curve"], strict=True))[parts * 3 // 20 :])
-        band(axes, arm, curves)
+        # Without the fall of the first 15 % of the steps.
+        band(axes, arm, [row["curve"][3:] for row in rows if row["arm"] == arm])
     axes.set(xlabel="sent by one worker so far, MB", ylabel="training loss, nats per token")
 
 

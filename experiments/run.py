@@ -47,6 +47,7 @@ OLD_KAPPA = "--train-with-old-kappa"
 Row = dict[str, Any]  # a finished run
 Found = dict[str, list[Row]]  # part of an experiment -> its runs
 Point = tuple[float, float]  # alpha_0, mu_0
+Seeds = Mapping[Point | None, Sequence[int]]
 
 
 class Job(NamedTuple):
@@ -266,25 +267,23 @@ def best(tuning: list[Row]) -> dict[str, Sequence[Point]]:
     return {arm: [point_of(row)] for arm, row in chosen.items()}
 
 
-def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], usual: int) -> Found:
+def tuned(lab: Lab, arms: Iterable[str], points: Sequence[Point], seeds: Sequence[int]) -> Found:
     """Every arm at its best of these points on another seed (4.2); DDP has none to choose."""
     tuning = compare(lab, [TUNING_SEED], {arm: points for arm in arms if arm != "ddp"})
     chosen = {"ddp": points} | best(tuning)
     at = {arm: chosen[arm][:1] for arm in arms if arm in chosen}
-    return {"tuning": tuning, "runs": compare(lab, range(usual), at)}
+    return {"tuning": tuning, "runs": compare(lab, seeds, at)}
 
 
-def paired(
-    lab: Lab, arms: Mapping[str, str], seeds: Mapping[Point | None, int], base: str = "diloco"
-) -> Found:
-    """Arms with their flags, at points with each its number of seeds (None: at the recipe's);
-    `METHOD, CASE` is compared with `base, CASE` on the same seed.
+def paired(lab: Lab, arms: Mapping[str, str], seeds: Seeds, base: str = "diloco") -> Found:
+    """Arms with their flags, at points with each its seeds (None: at the recipe's); `METHOD, CASE`
+    is compared with `base, CASE` on the same seed.
     """
     jobs = []
     for (point, usual), (arm, settings) in product(seeds.items(), arms.items()):
         at, more = (case(point), outer(point)) if point else ("", "")
         of = base + arm[len(arm.split(",")[0]) :] + at
-        jobs += [Job(arm + at, seed, settings + more, of) for seed in range(usual)]
+        jobs += [Job(arm + at, seed, settings + more, of) for seed in usual]
     return {"runs": lab.execute(jobs)}
 
 
@@ -294,16 +293,9 @@ def readings(lab: Lab) -> Found:
     """
     tuning = compare(lab, [TUNING_SEED], {"diloco": POINTS})
     here = {*best(tuning).get("diloco", ()), PUBLISHED["diloco"][0]}
-    bounds = [
-        Job(
-            f"autoloco, {kappa}{case(point)}",
-            TUNING_SEED,
-            METHODS["autoloco"] + bound + outer(point),
-        )
-        for point, (kappa, bound) in product(sorted(here), KAPPAS.items())
-    ]
-    found = {"tuning": tuning, "bounds": lab.execute(bounds)}
-    return found | paired(lab, READINGS, READING_SEEDS)
+    bounds = {f"autoloco, {kappa}": METHODS["autoloco"] + bound for kappa, bound in KAPPAS.items()}
+    tried = paired(lab, bounds, dict.fromkeys(sorted(here), [TUNING_SEED]))["runs"]
+    return {"tuning": tuning, "bounds": tried} | paired(lab, READINGS, READING_SEEDS)
 
 
 def sft(lab: Lab) -> Found:
@@ -336,20 +328,21 @@ WORKERS = {
 # Where the controller should hold back: rates far too high, workers with different text.
 RESTRAINT = {f"--lr {rate}": f"--lr {rate}" for rate in ("2e-3", "2e-2", "5e-2", "1e-1", "2e-1")}
 RESTRAINT |= {text: text for text in ("--partition module", "--partition module --lr 2e-2")}
+NEAR = ((0.7, 0.7), (0.5, 0.7))  # where methods were best
 PUBLISHED = dict.fromkeys(("diloco", "autoloco", "as few, even"), [(0.7, 0.9)])  # A15
-READING_SEEDS: dict[Point | None, int] = {(0.7, 0.7): 3, (0.7, 0.9): 1}
-ABLATION_SEEDS: dict[Point | None, int] = {(0.7, 0.7): 5, (0.7, 0.9): 2, (0.4, 0.7): 5}
+READING_SEEDS: Seeds = {(0.7, 0.7): range(3), (0.7, 0.9): range(1)}
+ABLATION_SEEDS: Seeds = {(0.7, 0.7): range(5), (0.7, 0.9): range(2), (0.4, 0.7): range(5)}
 
 EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
     "readings": readings,
-    "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, 5),
+    "main": lambda lab: tuned(lab, (*METHODS, *CONTROLS), POINTS, range(5)),
     "published": lambda lab: {"runs": compare(lab, range(5), PUBLISHED)},
     "ablation": lambda lab: paired(lab, ABLATION, ABLATION_SEEDS),
     "sft": sft,
-    "wires": lambda lab: paired(lab, WIRES, {None: 5}, "fp32"),
-    "workers": lambda lab: paired(lab, WORKERS, {None: 1}),
-    "restraint": lambda lab: paired(lab, RESTRAINT, {None: 1}),
-    "frontier": lambda lab: tuned(lab, FRONTIER, POINTS[:2], 3),
+    "wires": lambda lab: paired(lab, WIRES, {None: range(5)}, "fp32"),
+    "workers": lambda lab: paired(lab, WORKERS, {None: range(1)}),
+    "restraint": lambda lab: paired(lab, RESTRAINT, {None: range(1)}),
+    "frontier": lambda lab: tuned(lab, FRONTIER, NEAR, range(3)),
     "longer": longer,
 }
 

@@ -1555,7 +1555,9 @@ def wire_sums(ranks: diloco.Ranks) -> list[int]:
         for wire in wires:
             copies = [[tensor.clone() for tensor in tensors] for tensors in hosted]
             out = [torch.full((numel,), math.nan) for numel in WIRE_NUMELS]
-            for chunk, mean in wire.mean(copies, wire_included(repetition)):
+            found = list(wire.mean(copies, wire_included(repetition)))
+            assert [chunk for chunk, _ in found] == wire.chunks
+            for chunk, mean in found:
                 diloco.cut(out, chunk).copy_(mean)
             sums.append(diloco.checksum(out))
     return sums
@@ -2867,7 +2869,7 @@ def test_parameter_shapes_are_those_of_the_model_in_its_order_and_only_matrices_
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}])
 def test_impossible_shapes_are_refused(change):
-    with pytest.raises(ValueError, match="head"):
+    with one_line("head"):
         replace(MODEL_SMALL, **change)
 
 
@@ -3144,14 +3146,13 @@ def test_bad_weight_folders_are_refused_in_one_line_that_names_the_file(tmp_path
         model_load(tmp_path)
 
 
-def test_weights_to_start_from_are_finite(tmp_path):
+def test_weights_to_start_from_are_finite(tmp_path, monkeypatch):
     model.save_hf(tmp_path, MODEL_SMALL, model_state(MODEL_SMALL))
     model_norm(torch.full((32,), math.inf))(tmp_path)
-    config = train.Config(init_from=str(tmp_path))
-    source: Any = SimpleNamespace(vocab_size=MODEL_SMALL.vocab_size, notes=[])
-    source.tokenizer = SimpleNamespace(name="bytes")
+    monkeypatch.setattr(data, "check_vocabulary", lambda *_: None)
+    source: Any = None
     with one_line(f"^--init-from {re.escape(str(tmp_path))}: norm is not finite"):
-        train.build_workers(config, diloco.Ranks(), source)
+        train.build_workers(train.Config(init_from=str(tmp_path)), diloco.Ranks(), source)
 
 
 def test_bf16_weights_come_back_as_bf16_and_as_fp32_without_leftovers_of_old_exports(tmp_path):
@@ -4569,8 +4570,7 @@ def test_a_goal_is_judged_by_the_median_of_the_turns():
     samples = {"plain": [1, 2, 1], "ours": [1, 3.6, 9]}
     assert bench.row("x", "s", samples, plain=1.8)[-2:] == ["1", "1.8 (1 to 9), goal 1.8: met"]
     assert bench.row("x", "s", samples, plain=1.7)[-1] == "1.8 (1 to 9), goal 1.7: MISSED"
-    cells = bench.row("x", "s", {"ours": [7], "limit": [2]})
-    assert cells[2:] == ["7", "2", "3.5 (3.5 to 3.5)", "-", "-"]
+    assert bench.row("x", "s", {"ours": [7], "limit": [2]})[3:5] == ["2", "3.5 (3.5 to 3.5)"]
 
 
 # Sabotage: the sign of the pseudo-gradient, a skipped momentum, a theta that is not assigned.
@@ -4582,10 +4582,8 @@ def test_synchronisation_is_torchs_sgd_one_parameter_after_the_other_bit_for_bit
     step = workers.outer_lr * plan.step_scale
     outer = torch.optim.SGD(plain, step, plan.momentum, nesterov=True, foreach=False)
     for _ in range(3):
-        for theta_k, theta, shared in zip(
-            workers.replicas[0].local, plain, workers.shared, strict=True
-        ):
-            theta_k.copy_(shared + 0.01 * torch.randn_like(shared))
+        for theta_k, theta in zip(workers.replicas[0].local, plain, strict=True):
+            theta_k.copy_(theta + 0.01 * torch.randn_like(theta))
             theta.grad = theta - theta_k
         outer.step()
         workers.synchronise(plan)

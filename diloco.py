@@ -341,16 +341,16 @@ class LocalUpdate(Workers):
         the codec, C's numerator of the mean as decoded (G.1). A worker whose Delta is not finite is
         left out, and starts again from the shared parameters with fresh inner states.
         """
-        squares = torch.stack([self.pseudo_gradient(row) for row in range(len(self.replicas))])
-        records = self._collect(squares=squares[:, None])
-        norms = records.pop("squares")[:, 0]
-        include = norms.isfinite().tolist()
+        own = torch.stack([self.pseudo_gradient(row) for row in range(len(self.replicas))])
+        records = self._collect(squares=own[:, None])
+        squares = records.pop("squares")[:, 0]  # ||Delta_k||^2 of all workers, (K,)
+        include = squares.isfinite().tolist()
         excluded = tuple(worker for worker, finite in enumerate(include) if not finite)
         for worker, replica in zip(self.ranks.hosted, self.replicas, strict=True):
             if worker in excluded:  # what is not finite in its buffers would stay so for good
                 replica.restart(self.shared)
         mean_square, update_square = self._move(plan, include) if any(include) else (math.nan, 0.0)
-        drift = float(norms.sum()) / self.ranks.workers
+        drift = float(squares.sum()) / self.ranks.workers
         values = {
             "drift": drift,
             "coherence": mean_square / drift if drift > 0 else math.nan,

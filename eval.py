@@ -233,12 +233,14 @@ class Run:
     metrics: list[dict[str, Any]]
     intervals: list[dict[str, Any]]
     scores: list[dict[str, Any]]
+    program: str = ""  # hash of the files that decide what it computed
 
     @cached_property
     def settings(self) -> list[str]:
-        """Those of the config, and how far the run is if it is not finished."""
+        """Those of the config, the program, and how far the run is if it is not finished."""
         done, steps = len(self.metrics), self.config.steps
-        return [*settings(self.config), *[f"{done:,} of {steps:,} steps"] * (done < steps)]
+        partly = [f"{done:,} of {steps:,} steps"] * (done < steps)
+        return [*settings(self.config), f"program {self.program}", *partly]
 
     @cached_property
     def arm(self) -> str:
@@ -298,7 +300,8 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{path}: has not synchronised once")
     files = path / "summary.json", path / "tasks.json"
     summary, scores = (train.read_json(file) if file.exists() else {} for file in files)
-    return Run(path, config, summary, metrics, intervals, list(scores))
+    program = train.read_facts(path).get("source_sha256", "")[:8]
+    return Run(path, config, summary, metrics, intervals, list(scores), program)
 
 
 # ---------------------------------------------------------------- tables

@@ -437,6 +437,8 @@ def dry_run(config: Config) -> dict[str, Any]:
     methods: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
         own: dict[str, Any] = dict.fromkeys(("min_horizon", "max_horizon", "granularity"))
+        for knob_name in METHODS[config.method].defaults:  # not this one's, but the recipe's
+            own[knob_name] = RECIPES[config.recipe].get(knob_name, getattr(Config, knob_name))
         own |= {"method": name, "horizons": "", **method.defaults}
         other = config if name == config.method else replace(config, **own)
         walked = autoloco.simulate(other.rules, other.replaced_verdicts)

@@ -2644,12 +2644,10 @@ def data_modules(documents: list[data.Document]) -> set[str]:
     return {document.url.split("/")[-1].split("#")[0] for document in documents}
 
 
-def test_a_third_of_tinys_documents_is_shorter_than_the_sequence_and_a_batch_is_fast():
+def test_a_third_of_tinys_documents_is_shorter_than_the_sequence():
     """Or token counts were constant, and the mapper (A.3) had nothing to map."""
     source = data_built_in("docstrings")
-    began = time.process_time()
     batches = [source.batch(at % 4, at // 4) for at in range(2000)]
-    assert (time.process_time() - began) / 2000 < 5e-4  # a tenth of that on an idle machine
     padded = torch.cat([batch.targets[:, -1] == IGNORE for batch in batches])
     assert 0.2 < float(padded.float().mean()) < 0.5
     counts = np.array([batch.tokens for batch in batches]).reshape(-1, 4).sum(axis=1)

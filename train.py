@@ -1102,6 +1102,8 @@ def flags_parser() -> Parser:
 def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     """Command line -> checked Config, and what the user gave. ValueError names flag or file."""
     given = vars(flags_parser().parse_args(argv))
+    if bare := [name for name, value in given.items() if isinstance(value, list)]:
+        raise ValueError(f"{flag(bare[0])}: no value")  # what argparse makes of --steps=--
     if given.get("resume"):
         return resumed(given), given
     if given.get("init_from") and "tokenizer" not in given:

@@ -351,26 +351,27 @@ EXPERIMENTS: dict[str, Callable[[Lab], Found]] = {
 
 
 def readings_table(rows: list[Row]) -> str:
-    """How many of the paper's facts each reading agrees with, in training loss."""
-    arms = evaluation.by_arm(rows)
-    loss = {arm: fmean(row["train_loss"] for row in group) for arm, group in arms.items()}
-    size = {arm: fmean(row["update"] for row in group) for arm, group in arms.items()}
-    lines = [["the paper", "", *(fact[0] for fact in FACTS.values()), ""]]
+    """How many of the paper's facts each reading agrees with, in training loss, on the seeds that
+    all its arms have.
+    """
+    arms, lines = (
+        evaluation.by_arm(rows),
+        [["the paper", "", "", *(f[0] for f in FACTS.values()), ""]],
+    )
     for point, kappa in product(filter(None, READING_SEEDS), ("without rho", *KAPPAS)):
         names = [*ABLATION][:3] + [f"{arm} {kappa}" for arm in [*ABLATION][3:]]
-        d, h, m, f, n = (name + case(point) for name in names)
-        if not {d, h, m, f, n} <= set(loss):
+        runs = [{row["seed"]: row for row in arms.get(name + case(point), [])} for name in names]
+        seeds = set.intersection(*map(set, runs))
+        if not seeds:
             continue
-        values = [
-            *(loss[h] - loss[d], loss[m] - loss[d], loss[f] - loss[d], loss[n] - loss[f]),
-            (loss[f] - loss[h]) / (loss[m] - loss[h]),
-            *(size[m] / size[h] - 1, size[n] / size[f] - 1),
-        ]
+        d, h, m, f, n = (fmean(own[seed]["train_loss"] for seed in seeds) for own in runs)
+        _, u_h, u_m, u_f, u_n = (fmean(own[seed]["update"] for seed in seeds) for own in runs)
+        values = [h - d, m - d, f - d, n - f, (f - h) / (m - h), u_m / u_h - 1, u_n / u_f - 1]
         found = zip(values, FACTS.values(), strict=True)
         agree = sum(low <= value <= high for value, (_, low, high) in found)
         cells = (f"{value:+.4f}" for value in values)
-        lines.append([kappa, point[1], *cells, f"{agree} of {len(FACTS)}"])
-    head = " | ".join(["reading", "momentum", *FACTS, "agrees"])
+        lines.append([kappa, point[1], len(seeds), *cells, f"{agree} of {len(FACTS)}"])
+    head = " | ".join(["reading", "momentum", "seeds", *FACTS, "agrees"])
     return evaluation.table(head, lines) if len(lines) > 1 else ""  # the paper's line alone
 
 

@@ -354,10 +354,8 @@ def readings_table(rows: list[Row]) -> str:
     """How many of the paper's facts each reading agrees with, in training loss, on the seeds that
     all its arms have.
     """
-    arms, lines = (
-        evaluation.by_arm(rows),
-        [["the paper", "", "", *(f[0] for f in FACTS.values()), ""]],
-    )
+    arms = evaluation.by_arm(rows)
+    lines = [["the paper", "", "", *(fact[0] for fact in FACTS.values()), ""]]
     for point, kappa in product(filter(None, READING_SEEDS), ("without rho", *KAPPAS)):
         names = [*ABLATION][:3] + [f"{arm} {kappa}" for arm in [*ABLATION][3:]]
         runs = [{row["seed"]: row for row in arms.get(name + case(point), [])} for name in names]

@@ -33,7 +33,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from model import IGNORE, naming
+from model import IGNORE
 
 HUB = {"c4": "allenai/c4", "ultrachat": "HuggingFaceH4/ultrachat_200k"}
 BUILT_IN = {"docstrings": ("text", "json.gz", 4), "doctests": ("messages", "jsonl.gz", 1)}
@@ -500,13 +500,17 @@ def _published_gpt2() -> dict[bytes, int]:
 def _read_vocabulary(file: Path) -> dict[bytes, int]:
     """Tokens of a file in tiktoken's format, a line "BASE64 NUMBER", numbered in order."""
     # tiktoken's own reader caches by path: it would read a changed file stale.
-    with naming(file):
-        pairs = [line.split() for line in Lines(file)]
-        numbers = {base64.b64decode(token, validate=True): int(number) for token, number in pairs}
-        if [*numbers.values()] != [*range(len(pairs))]:
-            raise ValueError("its tokens are not numbered in order")
-        if not {bytes([value]) for value in range(256)} <= numbers.keys():  # tiktoken would panic
-            raise ValueError("no token for some of the 256 bytes: it was cut off")
+    numbers: dict[bytes, int] = {}
+    for line, row in enumerate(Lines(file), 1):
+        try:
+            encoded, number = row.split()
+            token = base64.b64decode(encoded, validate=True)
+            if numbers.setdefault(token, int(number)) != line - 1:
+                raise ValueError("out of order, or there twice")
+        except ValueError as error:  # binascii.Error is one
+            raise ValueError(f"{file}:{line}: not 'BASE64 NUMBER' of the next token") from error
+    if not {bytes([value]) for value in range(256)} <= numbers.keys():  # tiktoken would panic later
+        raise ValueError(f"{file}: no token for some of the 256 bytes: it was cut off")
     return numbers
 
 

@@ -592,10 +592,11 @@ class Wire:
         self.chunks = chunks(numels, SLAB if ranks.device.type == "cpu" else GPU_SLAB)
         sizes = [codec.nbytes(chunk) for chunk in self.chunks]
         self.me = ranks.rank // ranks.ranks_per_worker
-        count = min(PIECES, 1 + sum(sizes) // PIECE_BYTES)
+        total = sum(sizes)
+        count = min(PIECES, 1 + total // PIECE_BYTES)
         parts: Parts = [[] for _ in range(count * ranks.groups)]
         for chunk, before in zip(self.chunks, accumulate(sizes, initial=0), strict=False):
-            parts[before * len(parts) // sum(sizes)].append(chunk)
+            parts[before * len(parts) // total].append(chunk)
         starts = range(0, len(parts), ranks.groups)
         self.pieces = [parts[at : at + ranks.groups] for at in starts]
 

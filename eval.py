@@ -211,7 +211,7 @@ TASK_COLUMNS = ("task", "metric", "value", "stderr", "n", "shots", "limit", "lm_
 
 def settings(config: train.Config) -> list[str]:
     """Recipe, method, and what differs from the recipe, the seed apart."""
-    usual = asdict(train.Config(**{"recipe": config.recipe, **train.RECIPES[config.recipe]}))
+    usual = asdict(train.usual(config.recipe))
     idle = train.RESUME_MAY_CHANGE | {"recipe", "method", "seed", "init_from"}
     changed = [
         f"{name.replace('_', '-')} {value}"
@@ -233,7 +233,7 @@ class Run:
     metrics: list[dict[str, Any]]
     intervals: list[dict[str, Any]]
     scores: list[dict[str, Any]]
-    program: str = ""  # hash of the files that decide what it computed
+    program: str  # hash of the files that decide what it computed
 
     @cached_property
     def settings(self) -> list[str]:

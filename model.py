@@ -26,12 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# What a damaged file makes of the code that reads it, beside a ValueError.
-DAMAGE = (OSError, SafetensorError, LookupError, TypeError, AttributeError, RecursionError)
 IGNORE = -100  # target of a position that does not count
 LARGE_VOCABULARY = 4096  # tokens; above it the loss is chunked
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}  # logits that the chunked loss holds at once
 CACHE_BYTES = 2**21  # of them, what passes through the softmax together on a CPU
+# What a shape may hold, by type: a damaged file's counts would exhaust the memory.
+RANGES = {bool: ((bool,), 0, 1), int: ((int,), 1, 2**24), float: ((int, float), 1e-30, 1e30)}
+# What a damaged file can do to the code that reads it, beside a ValueError.
+WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class ModelConfig:
         """Raises ValueError where the numbers do not make a model."""
         if isinstance(self.rope_scaling, dict):  # from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        for shape in filter(None, (self, self.rope_scaling)):
+            for name, kind in type(shape).__annotations__.items():
+                if kind in RANGES:
+                    value, (types, least, most) = getattr(shape, name), RANGES[kind]
+                    if type(value) not in types or not least <= value <= most:
+                        words = f"no {kind.__name__} from {least:,} to {most:,}"
+                        raise ValueError(f"{name} is {value!r}, {words}")
         if self.width % (2 * self.heads):  # rotary turns pairs
             raise ValueError(f"width {self.width} does not give {self.heads} heads of even width")
         if self.heads % self.kv_heads:
@@ -406,7 +415,7 @@ def naming(path: Path) -> Iterator[None]:
     except ValueError as error:
         words = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: {words}") from None
-    except DAMAGE as error:
+    except (OSError, SafetensorError, *WRONG) as error:
         raise ValueError(f"{path}: cannot be read ({error!r})") from None
 
 
@@ -454,7 +463,7 @@ def read_weights(
     if index.exists() and not single.exists():
         with naming(index):
             shards = {*json.loads(index.read_text())["weight_map"].values()}
-    for shard in (folder / name for name in sorted(shards)):
+    for shard in (folder / Path(name).name for name in sorted(shards)):  # none outside of it
         with naming(shard):
             file = safe_open(shard, framework="pt")
             files |= {hf: (shard, file) for hf in file.keys()}

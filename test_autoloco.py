@@ -2507,12 +2507,12 @@ def test_a_json_tokenizer_takes_begin_end_and_chat_from_its_folder(tmp_path, mon
             data.open_tokenizer(str(tmp_path / name))
 
 
-def test_a_damaged_tokenizer_file_is_named(tmp_path):
+def test_a_damaged_tokenizer_file_is_named_with_its_line(tmp_path):
     file = data_bpe(tmp_path)
     lines = file.read_text().splitlines()
     for line, spoilt in ((3, "AA"), (5, "!!!! 4"), (7, "BQ== six"), (258, "IHQ= 300"), (200, "")):
         file.write_text("\n".join([*lines[: line - 1], spoilt, *lines[line:]]) + "\n")
-        with one_line(f"^{re.escape(str(file))}: "):
+        with one_line(f"^{re.escape(str(file))}:{line}: "):
             data.open_tokenizer("llama3", [tmp_path])
     file.write_text("\n".join(lines[:200]) + "\n")
     with one_line("tokenizer.model: no token for some of the 256 bytes"):
@@ -2865,9 +2865,9 @@ def test_parameter_shapes_are_those_of_the_model_in_its_order_and_only_matrices_
     assert kept == {"attention_norm", "mlp_norm", "norm"}
 
 
-@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}])
+@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"tied": "no"}])
 def test_impossible_shapes_are_refused(change):
-    with one_line("head"):
+    with one_line("head|layers|tied"):
         replace(MODEL_SMALL, **change)
 
 
@@ -3120,6 +3120,7 @@ MODEL_BAD = {
     "not JSON": (model_file("config.json", "{"), "config.json: Expecting property name"),
     "not a Llama": (model_config(model_type="gpt2"), "model_type is 'gpt2'"),
     "no width": (model_file("config.json", '{"model_type": "llama"}'), "KeyError..hidden_size"),
+    "huge": (model_config(vocab_size=10**20), "vocab_size is 1000"),
     "bias": (model_config(attention_bias=True), "attention_bias is True"),
     "rope type": (model_config(rope_scaling={"type": "yarn"}), "rope_type is 'yarn'"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
@@ -4488,7 +4489,7 @@ def eval_recorded(losses=(4.0,) * 100, seed=0, **changes):
         | {"payload_bytes": 10, "excluded": []}
         for at, norm, verdict in zip(range(1, 6), (1.0, 5.0, 2.0, None, 6.0), verdicts, strict=True)
     ]
-    return evaluation.Run(Path("run"), config, {}, metrics, log, [])
+    return evaluation.Run(Path("run"), config, {}, metrics, log, [], "p")
 
 
 def test_smoothed_losses_and_medians_of_statistics_by_hand():
@@ -4506,7 +4507,7 @@ def test_labels_leave_out_what_all_share_and_hold_no_formula():
     runs = [eval_recorded(data="a$b$", lr=lr) for lr in (1e-3, 2e-3, 4e-3)]
     names, shared = evaluation.labels(runs)
     assert list(names.values()) == ["diloco, lr 0.001", "diloco", "diloco, lr 0.004"]
-    assert shared == "tiny, diloco, steps 100, data a$b$, program "
+    assert shared == "tiny, diloco, steps 100, data a$b$, program p"
     names, _ = evaluation.labels([*runs, eval_recorded()])
     assert r"diloco, data a\$b\$, lr 0.004" in names.values()
 

@@ -319,6 +319,11 @@ class Config:
         return verdicts
 
 
+def usual(recipe: str) -> Config:
+    """The settings of a recipe."""
+    return Config(**{"recipe": recipe, **RECIPES[recipe]})
+
+
 RESUME_MAY_CHANGE = {one.name for one in fields(Config) if one.metadata.get("free")}
 
 
@@ -338,7 +343,7 @@ def totals(config: Config, intervals: Sequence[int]) -> dict[str, Any]:
     payload of DiLoCo over the same steps, in the recipe's wire.
     """
     steps = [1] * sum(intervals) if config.method == "ddp" else list(intervals)
-    sent, wire = payload(config) * len(steps), RECIPES[config.recipe].get("wire", Config.wire)
+    sent, wire = payload(config) * len(steps), usual(config.recipe).wire
     diloco_s = payload(replace(config, wire=wire)) * math.ceil(config.steps / config.base_horizon)
     return {
         "synchronisations": len(steps),
@@ -437,8 +442,7 @@ def dry_run(config: Config) -> dict[str, Any]:
     methods: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
         own: dict[str, Any] = dict.fromkeys(("min_horizon", "max_horizon", "granularity"))
-        for knob_name in METHODS[config.method].defaults:  # not this one's, but the recipe's
-            own[knob_name] = RECIPES[config.recipe].get(knob_name, getattr(Config, knob_name))
+        own |= {key: getattr(usual(config.recipe), key) for key in METHODS[config.method].defaults}
         own |= {"method": name, "horizons": "", **method.defaults}
         other = config if name == config.method else replace(config, **own)
         walked = autoloco.simulate(other.rules, other.replaced_verdicts)

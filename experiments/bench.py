@@ -40,7 +40,7 @@ from experiments.run import write_table
 from model import SIZES, ModelConfig, Transformer, parameter_shapes
 
 MIB = 2**20
-RULES = train.Config(**train.RECIPES["c4-215m"]).rules
+RULES = train.usual("c4-215m").rules
 PLAN = autoloco.plan(RULES, autoloco.start(RULES))  # of the first interval
 
 # ---------------------------------------------------------------- rows, turns, launches
